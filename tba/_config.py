@@ -194,7 +194,13 @@ _ALIASES = {"budget": "memory_budget"}
 Tier = Literal["keep", "cpu", "nvme", "auto"]
 Backend = Literal["auto", "posix", "kvikio"]
 Policy = Literal["budget", "tba"]
-_NAMES = {"tier": get_args(Tier), "io_backend": get_args(Backend), "policy": get_args(Policy)}
+Verify = Literal["checksum", "full"]
+_NAMES = {
+    "tier": get_args(Tier),
+    "io_backend": get_args(Backend),
+    "policy": get_args(Policy),
+    "verify": get_args(Verify),
+}
 _CHOICES = {**_NAMES, "compress": tuple(PRESETS)}
 # What a field accepts, for messages.
 _ACCEPTS = {
@@ -206,7 +212,7 @@ _ACCEPTS = {
     "blocks": "a class of modules or its name, the path of a module such as 'model.layers', or several, in a list or "
     "joined by ','",
     "io_threads": "a whole number from 1 to 256",
-    "checksum": "True or False, or text such as on, off, yes, no, 1, 0",
+    **dict.fromkeys(("checksum", "derive"), "True or False, or text such as on, off, yes, no, 1, 0"),
     "io_timeout": "a number of seconds above 0, such as 60 or '60s'",
     "rank_timeout": "a number of seconds, such as 60 or '60s'; 0 for none",
 }
@@ -247,6 +253,12 @@ class OffloadConfig(BaseModel):
     """Rank of the projection, for compress="compact": columns kept, or a share of the width. None: a quarter of it."""
     seed: Annotated[int, BeforeValidator(_number)] = 0
     """Seed of stochastic rounding and random projections, which never use the default generators."""
+    derive: bool = True
+    """Drop tensors that operators give again, bit for bit, from others that stay: by plan under tier "auto", and with
+    `compress`."""
+    verify: Verify = "checksum"
+    """How those are compared with the tensors let go: "checksum" runs their operators in backward alone, and raises an
+    error if the result is another, "full" also in forward, and keeps what would be another."""
     storage_paths: Annotated[tuple[Path, ...] | None, BeforeValidator(_directories)] = None
     """Directories for scratch files; several are used as one, and are joined by `:` in the variable. None: a per-user
     directory below the system's cache or temp directory."""

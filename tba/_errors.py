@@ -7,6 +7,7 @@
         ├── ConfigError            you asked for something that is unknown, malformed or not available (also ValueError)
         ├── BudgetError            no plan keeps saved tensors within `memory_budget`
         ├── ClosedError            you used it after `close()`, or in a forked child
+        ├── EditedError            you edited a tensor where PyTorch does not see it, and others follow from that tensor
         ├── StorageError           a storage path cannot be used: missing, read-only, full, in RAM
         └── TransferError          the bytes of a tensor could not be restored; names the tensor and the cause
             └── StalledError       no byte moved for `io_timeout` seconds
@@ -34,6 +35,13 @@ class BudgetError(OffloadError):
 
 class ClosedError(OffloadError):
     """Use after `close()`, or in a forked child of the process that made it."""
+
+
+class EditedError(OffloadError):
+    """A tensor made again in backward is not the one that was let go: PyTorch did not see an edit.
+
+    The message names the tensor, the operators that make it again, and the settings that avoid it.
+    """
 
 
 class StorageError(OffloadError):

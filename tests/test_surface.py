@@ -21,7 +21,7 @@ PUBLIC_PACKAGES = [
 MAY_IMPORT = {
     "io_backends": {"numpy", "xxhash"},
     "compact": {"torch", "numpy", "numba", "triton"},
-    "tba": {"torch", "numpy", "psutil", "pydantic", "matplotlib", "io_backends", "compact"},
+    "tba": {"torch", "numpy", "xxhash", "psutil", "pydantic", "matplotlib", "io_backends", "compact"},
     "tba.cli": {"typer", "rich", "torch", "tba", "io_backends"},
 }
 

@@ -30,6 +30,7 @@ class Entry(NamedTuple):
         kept_bytes: of its record, if that stays and is made for it; else 0.
         first: number of the entry whose record it shares; its own if there is none before.
         offset: its address less that entry's.
+        follows: others give its record again.
     """
 
     nbytes: int
@@ -37,6 +38,7 @@ class Entry(NamedTuple):
     kept_bytes: int
     first: int
     offset: int
+    follows: bool = False
 
 
 class Notes:
@@ -73,8 +75,10 @@ class Notes:
             return
         self._addresses.append(address)
         first = self._by_record.setdefault(record.number, number)
-        kept_bytes = record.nbytes if first == number and not record.goes else 0
-        self.entries.append(Entry(nbytes, record.goes, kept_bytes, first, address - self._addresses[first]))
+        stays = not (record.goes or record.follows)
+        kept_bytes = record.nbytes if first == number and stays else 0
+        offset = address - self._addresses[first]
+        self.entries.append(Entry(nbytes, record.goes, kept_bytes, first, offset, record.follows))
 
 
 class Course:

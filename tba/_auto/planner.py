@@ -133,6 +133,7 @@ class Planner:
         self._strict = config.memory_budget is not None  # a step that exceeds a user's own budget must not begin
         self._by_rule = config.policy == "tba"
         self._compresses, self._lossy = config.compress is not None, lossy
+        self._may_derive = config.derive and not (self._compresses or self._by_rule)
         named = find.named(model(), config.blocks) if config.blocks is not None else ()
         self._named = [weakref.ref(module) for module in named]  # by the user, who hears of a wrong name now
         self._forwards = Forwards()
@@ -152,6 +153,12 @@ class Planner:
     def acts(self) -> bool:
         """Whether a plan moves or recomputes anything of the step under way, which may not fit without it."""
         return self.kind.plan is not None and not self.kind.plan.idle
+
+    @property
+    def derives(self) -> bool:
+        """Whether something of the step under way is derived by plan, or tried to be."""
+        kind = self.kind
+        return self._may_derive and (kind.blocks if kind.plan is None else bool(kind.plan.derived))
 
     @property
     def acted(self) -> Acted:
@@ -323,7 +330,7 @@ class Planner:
                     return self._recompute(visit, kind.plan, module, forward, args, kwargs, ranks)
         elif not self._lossy:
             ballot = None if joint is None else joint.ballot(visit)
-            trial = seen.trials[visit] = Trial(module, forward, self._keep, self._give, self._apart, ballot)
+            trial = seen.trials[visit] = Trial(module, forward, self._keep, self._give, self.apart, ballot)
             return trial.call(args, kwargs)
         return forward(*args, **kwargs)
 
@@ -359,7 +366,7 @@ class Planner:
         if seen.turned:
             return False
         if self.follows:
-            return True  # it has a record because it is to go
+            return not record.follows  # it has a record because it is to go, or to be derived
         self.put_aside.discard(record.number)
         nbytes = record.plain_bytes
         seen.nbytes += nbytes
@@ -375,7 +382,20 @@ class Planner:
             return False
         if self._compresses:
             seen.saved[record.number] = place, nbytes, 0.0
+        if place in kind.plan.derives:
+            record.follow()
         return place in kind.plan.sends
+
+    def tries(self, record: Record) -> bool:
+        """Whether it is to be found out what making a record again from others takes: a plan is to be made next."""
+        seen, kind = self._now, self.kind
+        return (
+            self._may_derive and kind.plan is None and kind.blocks and seen is not None and record.number in seen.saved
+        )
+
+    def derivable(self, record: Record, seconds: float, sources: list[int]) -> None:
+        """Note that making a record again from those of these numbers takes so long, and gives the same bits."""
+        self._seen().derivable[record.number] = seconds, sources
 
     def joined(self, record: Record) -> None:
         """Note that a record is saved once more."""
@@ -511,7 +531,7 @@ class Planner:
         step_s, lost_s, line = seen.step_s, self._pace.lost_s(seen), seen.timeline
         timed = True
         if line is not None:
-            before_s = plan.facts.step_s + plan.predicted.replayed_s
+            before_s = plan.facts.step_s + plan.predicted.replayed_s + plan.derived_s
             before_s = before_s if plan.measured is None else plan.measured.step_s
             found = line.step()
             timed = found is not None  # the device may not be so far
@@ -582,7 +602,7 @@ class Planner:
         return at_s
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
+    def apart(self) -> Iterator[None]:
         """Do what is none of the step's own: neither its tensors nor its time count."""
         thread, seen = self._thread, self._seen()
         since_s = self._pace.at(seen)

@@ -51,6 +51,7 @@ class Watch:
         begun_s: when it began, by the clock.
         saved: place, bytes and time of each storage, by record number; the time is when its operator had finished.
         held: bytes that a codec has left of it, by record number; 0 where others give it again.
+        derivable: what making it again from others takes, and from which, by record number.
         prompt: numbers of records whose operators had finished when backward began.
         asked: when backward asked for it first, by record number.
         freed: how many backward had asked for when its memory was given back, by record number.
@@ -73,6 +74,7 @@ class Watch:
     begun_s: float
     saved: dict[int, tuple[Place, int, float]] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
+    derivable: dict[int, tuple[float, list[int]]] = field(default_factory=dict)
     prompt: set[int] = field(default_factory=set)
     asked: dict[int, float] = field(default_factory=dict)
     freed: dict[int, int] = field(default_factory=dict)
@@ -149,17 +151,20 @@ class Watch:
         turn_s, last_s = asks_s[0], asks_s[-1]
         self.shared.settle({number: place for number, (place, _, _) in self.saved.items()})
         times_s = _ascending(saved_s for _, _, saved_s in self.saved.values())
+        places = {number: self.shared.outside.get(place, place) for number, (place, _, _) in self.saved.items()}
         ends_s = [*(ask_s - turn_s for ask_s in asks_s), math.inf]  # the last: after all that was asked for
         saved = tuple(
             Saved(
-                self.shared.outside.get(place, place),
+                places[number],
                 self.held.get(number, nbytes),
                 min(saved_s, turn_s - _APART_S) if number in self.prompt else turn_s,
                 asked.get(number, last_s) - turn_s,
                 nbytes,
                 ends_s[self.freed.get(number, -1)],
+                self.derivable[number][0] if number in self.derivable else None,
+                tuple(places[each] for each in self.derivable.get(number, (0.0, ()))[1] if each in places),
             )
-            for (number, (place, nbytes, _)), saved_s in zip(self.saved.items(), times_s, strict=True)
+            for (number, (_, nbytes, _)), saved_s in zip(self.saved.items(), times_s, strict=True)
         )
         blocks = []
         begins_s = _ascending(begin_s for _, begin_s, _ in self.visits)

@@ -2,21 +2,24 @@
 
 Guarantees:
 
-1. The bytes of a tensor go only after it was recomputed and compared with the original, every time; nothing else
-   detects edits without a trace (`.data`, NumPy, a tensor that no node saved edited under `no_grad`). If all sources
-   are exact, the result must be bit-equal. If a lossy codec packed some of them, it must be as close as those are.
+1. An exact tensor is never another in backward than it was: nothing but a comparison detects edits without a trace
+   (`.data`, NumPy, a tensor that no node saved edited under `no_grad`). In the first steps at each place the bytes go
+   only after the tensor was recomputed and compared with the original. Later ones of the same signature count as right
+   until they are used: a hash of the original is taken, and what backward makes must have the same, or it raises
+   `EditedError` (`check`). On a device, from sources that a lossy codec packed, and with `verify="full"` the bytes go
+   only after a comparison in each step. From lossy sources it must be as close as those are, else bit-equal.
 2. An exact tensor (by the preset's class of its savers) is derived only from exact ones.
-3. Sources stay as they were when compared: they are records of activations, or private copies of anything else
-   (weights, small tensors). Exception: an edit without a trace to an activation after it was saved.
-4. The choice of sources does not depend on timing: a comparison reads back a source that was written, and waits until a
-   device has said whether a lossy codec packed it (`awaits`). Exception: a source that is edited in place while being
-   written serves if the write has ended before.
+3. Sources stay as they were: they are records of activations, or private copies of anything else (weights, small
+   tensors). An edit without a trace to an activation after it was saved is found by the hash, where there is one.
+4. The choice of sources does not depend on timing: a comparison in full reads back a source that was written, and
+   waits until a device has said whether a lossy codec packed it (`awaits`). Exception: a source that is edited in place
+   while being written serves if the write has ended before.
 5. No derivation uses a tensor that is known to have been edited between being saved and being used.
 6. `settle` collects the comparisons that a device has ended. If more than `_MOST_WAITING` are in flight (`crowded`),
    forward waits, after its hook has let go of the lock.
 
-Forward pays for one more run of each derived tensor's operator, and a comparison. If that costs the step more than
-moving the tensor, and only time depends on it, the tensor is moved (`worth`).
+If running the operator again and comparing costs the step more than moving the tensor, and only time depends on it, the
+tensor is moved (`worth`).
 
 All but `again` must be called with the engine's lock held.
 """
@@ -27,6 +30,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +44,9 @@ from .._memory import shortage
 from .._plan import clock
 from .._record.record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record
 from .._record.restore import restore
+from .._record.user_code import Detached
 from .._record.view import View, apart, counted, is_edited, span
+from .check import Check, Trust, digest
 from .operators import bits_differ
 from .recipe import Hold, Recipe
 from .search import recipe, remember
@@ -51,7 +57,7 @@ from .worth import Worth
 _NEAR = 0.03
 _NEAR_OF_FEW_BITS = 0.25
 _LEAST_GAIN = 16  # a derived tensor has at least this many times the bytes of the private copies made for it
-_MOST_PLACES = 1 << 16  # failed recipes to remember
+_MOST_PLACES = 1 << 16  # recipes to remember
 _MOST_WAITING = 8  # comparisons in flight on a device: a few layers' worth, in no more memory than their tensors
 
 
@@ -60,7 +66,7 @@ class _Comparison(NamedTuple):
 
     record: weakref.ref[Record]
     recipe: Recipe
-    known: tuple[int, Hashable] | None  # place and signature, for `_wrong`; None if the outcome depends on values
+    trust: Trust | None  # None if the outcome depends on values
     place: int  # in the step
     stamps: tuple[Any, ...]  # of the device: before the recipe, after it, after the comparison; () if nobody asks
     differs: Tensor  # on the host, or being copied there
@@ -74,33 +80,39 @@ class _Comparison(NamedTuple):
 
 
 class Derivations:
-    """Finds records that can be recomputed, and remembers recipes that failed.
+    """Finds records that can be recomputed, and remembers which recipes failed.
+
+    Args:
+        in_full: every recipe is run and compared before a tensor goes.
 
     Attributes:
         waiting: comparisons that a device has not finished, oldest first.
     """
 
-    def __init__(self, unpack: Callable[[Any], Tensor], worth: Worth) -> None:
+    def __init__(self, unpack: Callable[[Any], Tensor], worth: Worth, *, in_full: bool) -> None:
         self.waiting: deque[_Comparison] = deque()
         self._unpack = unpack
         self._worth = worth
-        self._wrong: dict[int, Hashable] = {}  # by place in the step, the signature that is not tried again
+        self._in_full = in_full
+        self._trust: dict[int, Trust] = {}  # by place in the step
         self._first_number = 0  # of the step's records
         self._comparing = 0  # the thread that is comparing, or 0
         self._made: tuple[weakref.ref[Record], Tensor] | None = None  # the last result: the next often starts from it
         self._depths: dict[int, int] = {}  # of all recipes of this step, by the record's number
 
-    def look_for(self, record: Record) -> None:
-        """In pack: find how a new record could be recomputed, and note it as a source for later ones."""
+    def look_for(self, record: Record, *, may: bool, notes: bool) -> None:
+        """In pack: find how a new record could be recomputed, if it `may` be; `notes` it as a source for later ones."""
         root = record.root()
         if root is None:
             return
         record.keep_counter(root)
         if root._version == 0 and not root.is_leaf:
-            if self._worth.pays(record.number - self._first_number, record.nbytes):
+            if may and self._worth.pays(record.number - self._first_number, record.nbytes):
                 record.plan(recipe(root, self._unpack, self._about))
                 if record.recipe is not None:
                     self._depths[record.number] = record.recipe.depth
+            if not notes:
+                return
             view = View.of(root)
             begin, end = span(root, view)
             if record.begin <= begin and end <= record.end:  # a record may have only a part of a large tensor
@@ -118,19 +130,26 @@ class Derivations:
         if not isinstance(found, Recipe) or alias is None:
             return False
         off = max(map(_off, found.sources), default=0.0)
-        place, signature = record.number - self._first_number, (found.signature, off)
+        place = record.number - self._first_number
+        trust = self._trust_in(place, (found.signature, off))
         too_far = off and (record.codec is None or record.codec.properties.exact)
-        touched = record.is_edited() or record.was_moved()
-        if too_far or self._wrong.get(place) == signature or touched or not record.is_whole():
+        if too_far or trust.lost or record.is_edited() or record.was_moved() or not record.is_whole():
             record.plan(None)
             return False
-        known = None if off and found.amplifies else (place, signature)
+        checks = not off and record.stream is None
+        known = None if off and found.amplifies else trust
+        least = record.nbytes // _LEAST_GAIN
+        settled: Recipe | None = None
         self._comparing = threading.get_ident()
-        begun_s, tracer = clock.current.now_s(), interrupts.tracer()
+        tracer = interrupts.tracer()
         try:
             with streams.on(record.stream):
-                stamps = self._stamp((), record)
-                settled, made = found.settled(_holding(record.nbytes // _LEAST_GAIN))
+                if checks and trust.enough and not self._in_full:
+                    settled = found.as_before(_holding(least, guarded=True), _at_hand, trust.scalars)
+                    if settled is not None:
+                        return self._end(record, self._checked(record, alias, settled, trust, place), trust)
+                begun_s, stamps = clock.current.now_s(), self._stamp((), record)
+                settled, made = found.settled(_holding(least, guarded=checks))
                 made_s, stamps = clock.current.now_s(), self._stamp(stamps, record)
                 differs = made.stride() != alias.stride() or _differs(made, alias, off)
                 if isinstance(differs, Tensor):
@@ -149,11 +168,66 @@ class Derivations:
             differs = True
         finally:
             self._comparing = 0
-        if differs:
-            return self._end(record, found, known, differs=True)
+        if differs or settled is None:
+            return self._end(record, None, known)
         self._made = record.ref, made
-        self._worth.note(place, record.nbytes, made_s - begun_s, clock.current.now_s() - made_s)
-        return self._end(record, settled, known, differs=False)
+        trust.gain(settled.found, made_s - begun_s)
+        if checks:
+            settled = self._checked(record, alias, settled, trust, place)
+        else:
+            self._worth.note(place, record.nbytes, made_s - begun_s, clock.current.now_s() - made_s)
+        return self._end(record, settled, known)
+
+    def cost(self, record: Record) -> tuple[float, list[int]] | None:
+        """Return the seconds that making a finished, pending record again takes, and the numbers of its sources.
+
+        None if that is not possible, or not told: nothing is brought back for it. The record stays as it is.
+        """
+        found, alias = record.recipe, record.alias
+        record.plan(None)
+        if not isinstance(found, Recipe) or alias is None or record.stream is not None:
+            return None
+        records = [packed[0] for packed in found.sources if isinstance(packed[0], Record)]
+        if record.is_edited() or record.was_moved() or not record.is_whole():
+            return None
+        if any(source.state not in IN_MEMORY for source in records):
+            return None
+        tracer = interrupts.tracer()
+        self._comparing = threading.get_ident()
+        try:
+            with streams.on(None):
+                begun_s = clock.current.now_s()
+                _, made = found.settled(_holding(record.nbytes // _LEAST_GAIN, guarded=True))
+                made_s = clock.current.now_s() - begun_s
+                if made.stride() != alias.stride() or bits_differ(made, alias):
+                    return None
+                begun_s = clock.current.now_s()
+                digest(made)
+                return made_s + 2 * (clock.current.now_s() - begun_s), [source.number for source in records]
+        except shortage.ENDS as error:  # as in `replaces`
+            interrupts.pass_on(error, tracer)
+            if not isinstance(error, RuntimeError):
+                raise
+            return None
+        finally:
+            self._comparing = 0
+
+    def _trust_in(self, place: int, signature: Hashable) -> Trust:
+        """Return what is known of recipes of this signature at this place."""
+        trust = self._trust.get(place)
+        if trust is None or trust.signature != signature:
+            trust = self._trust[place] = Trust(signature)
+            if len(self._trust) > _MOST_PLACES:  # forwards without a backward end no step, so places keep growing
+                del self._trust[next(iter(self._trust))]
+        return trust
+
+    def _checked(self, record: Record, alias: Tensor, settled: Recipe, trust: Trust, place: int) -> Recipe:
+        """Return a recipe that knows the bits of the record's tensor."""
+        begun_s = clock.current.now_s()
+        check = Check(record.number, digest(alias), trust)
+        check_s = 2 * (clock.current.now_s() - begun_s)
+        self._worth.note(place, record.nbytes, trust.run_s, check_s, runs=1 + self._in_full)
+        return replace(settled, check=check)
 
     def settle(self, *, wait: bool) -> list[tuple[Record, bool]]:
         """Finish the comparisons that a device has completed, or all: (pending record, whether its bytes went)."""
@@ -170,23 +244,21 @@ class Derivations:
             differs = bool(entry.differs) or record.is_edited() or record.was_moved()
             if not differs:
                 entry.note(self._worth, record.nbytes)
-            settled.append((record, self._end(record, entry.recipe, entry.known, differs=differs)))
+            settled.append((record, self._end(record, None if differs else entry.recipe, entry.trust)))
         return settled
 
     def _stamp(self, stamps: tuple[Any, ...], record: Record) -> tuple[Any, ...]:
         """Add one, if a device computes and what it takes is to be noted."""
         return stamps if record.stream is None or not self._worth.leaves else (*stamps, streams.stamp(record.stream))
 
-    def _end(self, record: Record, found: Recipe, known: tuple[int, Hashable] | None, *, differs: bool) -> bool:
-        """After a comparison: drop the record's bytes unless they differ. Return whether they went."""
+    def _end(self, record: Record, found: Recipe | None, trust: Trust | None) -> bool:
+        """Drop the record's bytes if a recipe was `found` that gives them. Return whether they went."""
         alias = record.alias
         assert alias is not None
-        if differs:
+        if found is None:
             record.plan(None)
-            if known is not None:
-                self._wrong[known[0]] = known[1]
-                if len(self._wrong) > _MOST_PLACES:  # forwards without a backward end no step, so places keep growing
-                    del self._wrong[next(iter(self._wrong))]
+            if trust is not None:
+                trust.lose()
             return False
         for packed in found.sources:
             if isinstance(packed[0], Record):
@@ -301,21 +373,35 @@ def _differs(made: Tensor, wanted: Tensor, off: float) -> Tensor | bool:
     return bool(far) if far.is_cpu else far
 
 
-def _holding(most_bytes: int) -> Hold:
+def _holding(most_bytes: int, *, guarded: bool) -> Hold:
     """Return a `Hold` that keeps a recipe's sources unchanged, by private copies of those edited through `.data`.
 
-    Programs edit leaves that way: weights, trained or not, tensors detached from them, a model's buffers, inputs.
+    Programs edit leaves that way: weights, trained or not, tensors detached from them, a model's buffers, inputs. Where
+    a check has the recipe `guarded`, activations that stay without a record need not be copied.
     """
     left_bytes = most_bytes
 
-    def hold(packed: Any, operand: Tensor) -> tuple[Any, Tensor]:
+    def hold(packed: Any, operand: Callable[[], Tensor]) -> tuple[Any, Tensor | None]:
         nonlocal left_bytes
         if isinstance(packed[0], Record) and not packed[0].leaf:
-            return packed, operand
-        left_bytes -= span(operand, View.of(operand))[1]
+            return packed, None
+        tensor = operand()
+        nbytes = span(tensor, View.of(tensor))[1]
+        if nbytes > left_bytes and guarded and type(packed) is Detached:
+            return packed, None
+        left_bytes -= nbytes
         if left_bytes < 0:
-            raise RuntimeError(f"a copy of {operand.dtype} {list(operand.shape)} costs too much: keep what it gives")
-        held = apart(operand)
+            raise RuntimeError(f"a copy of {tensor.dtype} {list(tensor.shape)} costs too much: keep what it gives")
+        held = apart(tensor)
         return (held, held._version), held
 
     return hold
+
+
+def _at_hand(packed: tuple[Any, Any]) -> Tensor | None:
+    """The tensor of a packed object if it is in memory as it was saved."""
+    record, view = packed
+    if not isinstance(record, Record):
+        return record if record._version == view else None
+    as_saved = record.state in IN_MEMORY and record.encoded is None and not record.is_edited()
+    return restore(record, view) if as_saved else None

@@ -7,6 +7,7 @@ Guarantees:
    leaves the state as it found it.
 2. The result of a settled recipe depends only on its sources, so a recipe that was right once stays right.
 3. A recipe never changes, holds no node of the graph and takes no lock.
+4. A recipe with a `Check` gives the bits that the check knows, or raises `EditedError`.
 
 Assumptions: kernels are deterministic, given that state and `torch.set_flush_denormal`, which cannot be queried. The
 use of oneDNN belongs to the process: if it differs, another thread may briefly see the recorded one.
@@ -17,18 +18,21 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._torch.private import enable_mkldnn, mkldnn_enabled
+from .check import Check
 from .operators import Operator, Output, Scalars
 
 # The unpack hook of packed objects, which are opaque here.
 Unpack = Callable[[Any], Tensor]
-# (packed object, its tensor) -> both, safe from unnoticed edits. Raises RuntimeError if that costs too much.
-Hold = Callable[[Any, Tensor], tuple[Any, Tensor]]
+# (packed object, what gives its tensor) -> a packed object safe from unnoticed edits, and its tensor if that is a copy.
+# Raises RuntimeError if that costs too much.
+Hold = Callable[[Any, Callable[[], Tensor]], tuple[Any, Tensor | None]]
 
 
 class Operand(NamedTuple):
@@ -68,8 +72,10 @@ class Recipe:
         sources: the packed objects that it asks for, each as often as it does.
         depth: the largest number of operators on a path to kept tensors, including recipes underneath.
         amplifies: a small error of a source may become a large error of the tensor.
-        signature: equal for two recipes that run the same operators for results of one dtype and shape.
+        names: of its operators, the last to run first.
+        signature: equal for two recipes that run the same operators for results of one dtype and layout.
         state: recorded in forward.
+        check: of the tensor's bits; None if they need not be equal, or were not taken.
     """
 
     expression: Expression
@@ -78,8 +84,10 @@ class Recipe:
     sources: tuple[Any, ...]
     depth: int
     amplifies: bool
+    names: tuple[str, ...]
     signature: Hashable
     state: State = field(default_factory=_state)
+    check: Check | None = None
 
     def compute(self) -> Tensor:
         """Compute the tensor, without grad, with its dtype, shape, strides and device.
@@ -89,8 +97,12 @@ class Recipe:
 
         Raises:
             RuntimeError: an unpack hook raised it, or an operator gave another dtype or shape than in forward.
+            EditedError: the result is not what the check knows.
         """
-        return self._made(None)[1]
+        made = self._made(None)[1]
+        if self.check is not None:
+            self.check.compare(made, self.names)
+        return made
 
     def settled(self, hold: Hold) -> tuple[Recipe, Tensor]:
         """Return the recipe to use from now on, and its result.
@@ -100,13 +112,62 @@ class Recipe:
         """
         sources: list[Any] = []
 
-        def held(packed: Any, operand: Tensor) -> tuple[Any, Tensor]:
-            packed, operand = hold(packed, operand)
+        def held(packed: Any, operand: Callable[[], Tensor]) -> tuple[Any, Tensor | None]:
+            packed, copy = hold(packed, operand)
             sources.append(packed)
-            return packed, operand
+            return packed, copy
 
         expression, result = self._made(held)
         return replace(self, expression=expression, sources=tuple(sources)), result
+
+    @property
+    def found(self) -> tuple[Scalars, ...]:
+        """The scalars that autograd does not save, of a settled recipe, in the order in which operators run."""
+        return tuple(_found(self.expression))
+
+    def as_before(
+        self, hold: Hold, at_hand: Callable[[Any], Tensor | None], found: tuple[Scalars, ...]
+    ) -> Recipe | None:
+        """Return the recipe to use from now on as `settled` does, but run nothing; None if only running it tells.
+
+        Args:
+            at_hand: a packed object's tensor if that is in memory.
+            found: by a recipe of the same signature, whose result was right.
+        """
+        sources: list[Any] = []
+        expression = self._as_before(self.expression, hold, at_hand, iter(found), sources)
+        return None if expression is None else replace(self, expression=expression, sources=tuple(sources))
+
+    def _as_before(
+        self,
+        expression: Expression,
+        hold: Hold,
+        at_hand: Callable[[Any], Tensor | None],
+        found: Iterator[Scalars],
+        sources: list[Any],
+    ) -> Expression | None:
+        operator, operands = expression.operator, list(expression.operands)
+        kept = len(operator.operands)  # behind them are the extras
+        for place, operand in enumerate(operands[:kept]):
+            if type(operand) is Expression:
+                operands[place] = self._as_before(operand, hold, at_hand, found, sources)
+                if operands[place] is None:
+                    return None
+            elif type(operand) is Operand:
+                packed, _ = hold(operand.packed, partial(self._operand, operand.packed))
+                sources.append(packed)
+                operands[place] = Operand(packed)
+        scalars = expression.scalars
+        if operator.holds is not None:
+            tensors = [at_hand(each.packed) if type(each) is Operand else each for each in operands]
+            known = next(found, None)
+            if known is None or not operator.holds(tensors, known):
+                return None
+            scalars = known
+        return expression._replace(operands=tuple(operands[:kept]), scalars=scalars)
+
+    def _operand(self, packed: Any) -> Tensor:
+        return _there(self.unpack(packed).detach())
 
     def _made(self, hold: Hold | None) -> tuple[Expression, Tensor]:
         with _restored(self.state, self.expression.output.device.type):
@@ -124,10 +185,11 @@ class Recipe:
             if type(operand) is Expression:
                 operands[place], tensor = self._run(operand, hold)
             elif type(operand) is Operand:
-                tensor = _there(self.unpack(operand.packed).detach())
+                tensor = self._operand(operand.packed)
                 if hold is not None and place < len(operator.operands):
-                    packed, tensor = hold(operand.packed, tensor)
+                    packed, copy = hold(operand.packed, partial(_same, tensor))
                     operands[place] = Operand(packed)
+                    tensor = tensor if copy is None else copy
             found.append(tensor)
         scalars, output = expression.scalars, expression.output
         if hold is not None and operator.find is not None:
@@ -138,6 +200,18 @@ class Recipe:
             kept = tuple(operands[: len(operator.operands)])  # without the extras, which only find scalars
             expression = expression._replace(operands=kept, scalars=scalars)
         return expression, _as_recorded(result, output)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _found(expression: Expression) -> Iterator[Scalars]:
+    for operand in expression.operands:
+        if type(operand) is Expression:
+            yield from _found(operand)
+    if expression.operator.find is not None:
+        yield expression.scalars
 
 
 def _as_recorded(result: Tensor, output: Output) -> Tensor:

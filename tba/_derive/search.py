@@ -80,8 +80,9 @@ def recipe(tensor: Tensor, unpack: Unpack, about: About | None = None) -> Recipe
     expression = finder.expression(node, number, 0, 0)
     if expression is None:
         return None
-    signature = (*finder.names, expression.output)
-    return Recipe(expression, tensor.stride(), unpack, tuple(finder.sources), finder.depth, finder.amplifies, signature)
+    names, strides = tuple(finder.names), tensor.stride()
+    signature = names, expression.output, strides
+    return Recipe(expression, strides, unpack, tuple(finder.sources), finder.depth, finder.amplifies, names, signature)
 
 
 def remember(tensor: Tensor, unpack: Unpack, packed: Callable[[], Any]) -> None:

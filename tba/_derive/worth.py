@@ -1,7 +1,7 @@
 """Worth: whether recomputing a tensor takes the step less time than moving it out and back. Pure except for its notes.
 
-A tensor is derived twice on the computing thread: in forward to compare it, and in backward. What its transfer would
-cost is measured step by step (`_transfer.cost`).
+A tensor is derived on the computing thread: in backward, and in forward too where each step compares it in full. What
+its transfer would cost is measured step by step (`_transfer.cost`).
 
 The first steps derive everything possible and measure each derivation's cost. From then on, those that cost more than
 their transfer are dropped. Transfer costs decay slowly: on a saturated link, deriving relieves it; otherwise the link
@@ -51,9 +51,9 @@ class Worth:
             return True
         return derive_s <= nbytes * self._transfer_s_per_byte
 
-    def note(self, place: int, nbytes: int, run_s: float, compare_s: float) -> None:
-        """Note how long it took to run a recipe and compare its result; the last time counts."""
-        derive_s = 2 * run_s + compare_s
+    def note(self, place: int, nbytes: int, run_s: float, compare_s: float, runs: int = 2) -> None:
+        """Note how long a recipe takes, how often a step runs it, and what comparing takes; the last time counts."""
+        derive_s = runs * run_s + compare_s
         if self.leaves:
             self._derive_s[place, nbytes] = derive_s
             if len(self._derive_s) > _MOST_PLACES:

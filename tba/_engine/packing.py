@@ -36,7 +36,7 @@ from .._torch.whole import Whole
 from .._transfer.mover import Mover
 from .pending import Pending
 from .read_ahead import ReadAhead
-from .step import COUNTING, DEPARTS, FOLLOWING, FULL, LIGHT, RECORDING, Step
+from .step import COUNTING, DEPARTS, FOLLOWING, FOLLOWS, FULL, LIGHT, RECORDING, Step
 from .write_behind import WriteBehind
 
 _UNKNOWN = Saved.UNKNOWN  # by a name of its own, as the states of a record
@@ -96,6 +96,8 @@ class Packing:
         # What a lossy preset makes must not depend on timing.
         self._joins_alike = self._compressor is None or not self._compressor.lossy
         self._derivations = pending.derivations
+        self._derives_all = self._derivations is not None and config.compress is not None
+        self._follows = False  # what is packed is given again by others, in a step that follows another
         self._write_behind = write_behind
         self._model = model
         self._planner = planner
@@ -135,7 +137,7 @@ class Packing:
 
     def turn(self, step: Step, *, departs: bool = True) -> None:
         """Have the full hooks take over for the rest of a step; if it `departs`, it is another than was planned."""
-        before = step.mode
+        before, self._follows = step.mode, False
         step.turn()
         if before is COUNTING:
             self.mark_weights()  # the full hooks are to know them
@@ -176,6 +178,7 @@ class Packing:
 
     def pass_light(self, tensor: Tensor, step: Step) -> Packed | None:
         """Pack a tensor in a step that counts or follows; None if `pack` is to do it. Few calls: most tensors stay."""
+        self._follows = False
         if step.task != -1:  # in backward
             if step.mode is COUNTING:
                 if not graph_is_kept():
@@ -194,6 +197,7 @@ class Packing:
         if kept_bytes < 0:
             if kept_bytes == DEPARTS:
                 self.turn(step)
+            self._follows = kept_bytes == FOLLOWS
             return None
         packed = as_it_is(tensor)
         if step.course is None:
@@ -337,12 +341,16 @@ class Packing:
         if self._mover.recorder.trace is not None:
             now_s = time.perf_counter()
             self._mover.recorder.note("saved", now_s, now_s, record.nbytes, record.name())
-        if self._planner is not None and self._planner.saved(record):
+        planner = self._planner
+        if self._follows:
+            record.follow()
+        if planner is not None and planner.saved(record):
             record.go()
         if self._compressor is not None:
             self._compressor.choose(record, kind)
-        if self._derivations is not None and apart:
-            self._derivations.look_for(record)
+        if self._derivations is not None and apart and (self._derives_all or (planner is not None and planner.derives)):
+            may = self._derives_all or record.follows or (planner is not None and planner.tries(record))
+            self._derivations.look_for(record, may=may, notes=self._derives_all)
         if record.offloaded:
             self._counters.offloaded_bytes += record.logical_bytes
         else:

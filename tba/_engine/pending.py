@@ -123,18 +123,24 @@ class Pending:
         return compared
 
     def _compare(self, record: Record) -> None:
-        replaced = self.derivations is not None and self.derivations.replaces(record)
+        planner, derivations = self._planner, self.derivations
+        if derivations is not None and planner is not None and planner.tries(record):
+            with planner.apart():
+                found = derivations.cost(record)
+            if found is not None:
+                planner.derivable(record, *found)
+        replaced = derivations is not None and derivations.replaces(record)
         if replaced is not None:
             self._compared(record, replaced=replaced)
 
     def end_step(self, cost: Cost, worth: Worth, numbers: int) -> None:
         """End a step, in which transfers took `cost`; so many records have been made since the start."""
-        if self.compressor is None or self.derivations is None:
-            return
         worth.end_step(cost.per_byte_s)
-        further_byte_s = cost.per_further_byte_s if worth.settled else 0.0
-        self.compressor.end_step(further_byte_s, worth.derive_s, worth.derived_bytes)
-        self.derivations.end_step(numbers)
+        if self.compressor is not None:
+            further_byte_s = cost.per_further_byte_s if worth.settled else 0.0
+            self.compressor.end_step(further_byte_s, worth.derive_s, worth.derived_bytes)
+        if self.derivations is not None:
+            self.derivations.end_step(numbers)
 
     def _compared(self, record: Record, *, replaced: bool) -> None:
         if replaced:

@@ -103,7 +103,9 @@ class Saver(ForkAware):
         self.compressor = compressor(config.compress, config.rank, config.seed, self.counters)
         lossy = self.compressor is not None and self.compressor.lossy  # what it makes must not depend on timing
         self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
-        self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
+        self.derivations: Derivations | None = None
+        if config.derive and (self.compressor is not None or (config.tier == "auto" and config.policy == "budget")):
+            self.derivations = Derivations(self.unpack, self.worth, in_full=config.verify == "full")
         planner = None
         if config.tier == "auto":
             planner = Planner(
@@ -244,7 +246,7 @@ class Saver(ForkAware):
             if (first.requires_grad or type(packed) is Detached) and goes_to_code(
                 current_graph_task_id(), asker, alike=step.mode in LIGHT
             ):
-                return kept_for_code(packed, shared=self.derivations is not None)
+                return kept_for_code(packed, shared=self._derives)
             return first  # type: ignore[no-any-return]  # what `as_it_is` packed; a check would cost a lot
         if self.came_back() and not (self.derivations is not None and self.derivations.compares_here):
             return self._give_apart(first, second)
@@ -264,6 +266,11 @@ class Saver(ForkAware):
             self.left_by(error)
             raise
         return tensor  # a pending signal strikes where backward has ended: nothing of the program runs before
+
+    @property
+    def _derives(self) -> bool:
+        """Whether anything may have been derived."""
+        return self.compressor is not None or (self.planner is not None and self.planner.derives)
 
     def _give_apart(self, record: Record, view: View, *_: object) -> Tensor:
         with quiet():

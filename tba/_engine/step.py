@@ -58,7 +58,7 @@ _NEXT = {
     TURNED: (),
 }
 
-MOVES, DEPARTS = -1, -2  # in the place of the bytes that stay with a tensor
+MOVES, FOLLOWS, DEPARTS = -1, -2, -3  # in the place of the bytes that stay with a tensor
 _UNKNOWN = (-1, 0)
 _LOOKS = 64  # of a step
 
@@ -171,8 +171,10 @@ class Step:
     # -- what it saves ---------------------------------------------------------------------------------------------
 
     def kept_bytes(self, tensor: Tensor, seen: Stays | Sighting) -> int:
-        """Return the bytes that stay with a tensor without a record; MOVES where it has one, DEPARTS where it tells
-        that the step is another one than was counted on, or followed.
+        """Return the bytes that stay with a tensor without a record.
+
+        MOVES or FOLLOWS where it has one, and moves or is given again by others; DEPARTS where it tells that the step
+        is another one than was counted on, or followed.
         """
         found = self._memory(tensor, seen)
         if found is None:
@@ -185,8 +187,10 @@ class Step:
                 return DEPARTS
         else:
             entry = self.course.next(*found)
-            if entry is None or entry.moves:
-                return DEPARTS if entry is None else MOVES
+            if entry is None:
+                return DEPARTS
+            if entry.moves or entry.follows:
+                return FOLLOWS if entry.follows else MOVES
             nbytes = entry.kept_bytes
         self.passed_bytes += nbytes
         return nbytes

@@ -57,12 +57,13 @@ def decide_together(ranks: Sequence[int], shares: Sequence[Share]) -> Decision |
 
 
 def hardest(shares: Sequence[Share]) -> Facts:
-    """Return the facts of a step that none of them has a harder one than."""
+    """Return the facts of a step that none of them has a harder one than. Nothing is derived in it (`decide_moves`)."""
     base = max(shares, key=lambda share: share.facts.saved_bytes - share.budget_bytes).facts
     facts = [share.facts for share in shares]
     caps = [each.cap for each in facts if each.cap is not None]
     return replace(
         base,
+        saved=tuple(replace(each, derive_s=None, sources=()) for each in base.saved),
         blocks=tuple(map(_longest, zip(base.blocks, *(each.blocks for each in facts), strict=True))),
         link=_slowest(base.link, [each.link for each in facts]),
         read_ahead_bytes=min(each.read_ahead_bytes for each in facts),

@@ -1,12 +1,13 @@
 """Bound: seconds that no plan can do better than, whatever it decides on each storage and block.
 
-At the end of forward memory holds what is neither written by then nor left to be recomputed. So for each number of
-bytes that have gone, the rest above the budget is recomputed, by the blocks that cost least a byte and in fractions of
-blocks; forward lasts as long as it computes or as the link writes, whichever is longer, and backward as it computes
-and recomputes, or as the link reads. That is convex in the bytes gone; the least of it is a bound. So is, over all
-numbers of blocks, the least that a step takes in which so many recompute, each as fast as the fastest ones and saving
-as much as the largest: few blocks are coarse, and that counts them whole. The larger of the two is told. The real step
-keeps storages whole, has a peak elsewhere too and reads in order: it can only take longer.
+At the end of forward memory holds what is neither written by then nor left to be recomputed or derived. So for each
+number of bytes that have gone, the rest above the budget is, by the blocks and tensors that cost least a byte and in
+fractions of them; forward lasts as long as it computes or as the link writes, whichever is longer, and backward as it
+computes and recomputes, or as the link reads. That is convex in the bytes gone; the least of it is a bound. So is, over
+all numbers of blocks, the least that a step takes in which so many recompute, each as fast as the fastest ones and
+saving as much as the largest, and in which deriving costs nothing: few blocks are coarse, and that counts them whole.
+The larger of the two is told. The real step keeps storages whole, has a peak elsewhere too and reads in order: it can
+only take longer.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def _whole_blocks_s(facts: Facts, excess_bytes: int) -> float:
     gains = sorted((facts.block_bytes(number) - facts.blocks[number].input_bytes for number in may), reverse=True)
     replays_s = sorted(facts.blocks[number].replay_s or 0.0 for number in may)
     missing = [max(0, excess_bytes - gained) for gained in accumulate(gains, initial=0)]
+    derivable_bytes = sum(facts.saved[index].nbytes for index in facts.derivable)  # at no cost here
+    missing = [max(0, each - derivable_bytes) for each in missing]
     steps = list(zip(missing, accumulate(replays_s, initial=0.0), strict=True))
     can = [each for each in steps if each[0] <= facts.most_moved_bytes]
     return min((least_s(facts, *each) for each in can), default=0.0)
@@ -64,7 +67,7 @@ def least_s(facts: Facts, gone_bytes: float, replayed_s: float) -> float:
 
 
 class _Recompute:
-    """The least seconds in which blocks, or fractions of them, save so many bytes by recomputing."""
+    """The least seconds in which blocks and derived tensors, or fractions of them, save so many bytes."""
 
     def __init__(self, facts: Facts) -> None:
         gains = []
@@ -72,6 +75,8 @@ class _Recompute:
             nbytes = facts.block_bytes(number) - block.input_bytes
             if block.replay_s is not None and nbytes > 0:
                 gains.append((block.replay_s / nbytes, nbytes))
+        for each in map(facts.saved.__getitem__, facts.derivable):
+            gains.append(((each.derive_s or 0.0) / each.nbytes, each.nbytes))
         gains.sort()
         self._seconds_per_byte = [seconds for seconds, _ in gains]
         self._bytes = list(accumulate((nbytes for _, nbytes in gains), initial=0))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 OUTSIDE = -1  # the block of what no block saves
@@ -33,6 +35,8 @@ class Saved:
         plain_bytes: that it has without a codec, if there is one.
         freed_s: seconds from the begin of backward until its memory is given back, by then; None: as soon as another
             is asked for.
+        derive_s: seconds that making it again from others takes, and comparing; None where it cannot be.
+        sources: where those are saved.
     """
 
     place: Place
@@ -41,6 +45,8 @@ class Saved:
     wanted_s: float
     plain_bytes: int | None = None
     freed_s: float | None = None
+    derive_s: float | None = None
+    sources: tuple[Place, ...] = ()
 
     def outlasts(self, wanted_s: float) -> bool:
         """Whether its memory is still taken where backward, which has used it, asks for another."""
@@ -48,8 +54,9 @@ class Saved:
 
     def scaled(self, ratio: float) -> Saved:
         """Return the storage of a step that takes `ratio` times as long."""
-        freed_s = None if self.freed_s is None else self.freed_s * ratio
-        return replace(self, saved_s=self.saved_s * ratio, wanted_s=self.wanted_s * ratio, freed_s=freed_s)
+        freed_s, derive_s = (None if each is None else each * ratio for each in (self.freed_s, self.derive_s))
+        saved_s, wanted_s = self.saved_s * ratio, self.wanted_s * ratio
+        return replace(self, saved_s=saved_s, wanted_s=wanted_s, freed_s=freed_s, derive_s=derive_s)
 
     @property
     def replayed_bytes(self) -> int:
@@ -226,6 +233,40 @@ class Facts:
             return self
         saved = (replace(each, nbytes=nbytes.get(each.place, each.nbytes)) for each in self.saved)
         return replace(self, saved=tuple(saved))
+
+    @cached_property
+    def derivable(self) -> list[int]:
+        """Indices of what others may give again, the cheapest a byte first."""
+        costs = {index: each.derive_s for index, each in enumerate(self.saved) if each.derive_s is not None}
+        may = [index for index in costs if self.saved[index].nbytes and not self.is_late(index)]
+        return sorted(may, key=lambda index: (costs[index] / self.saved[index].nbytes, index))
+
+    def deriving(self, derived: Collection[int]) -> Facts:
+        """Return the facts of a step in which others give these storages again, and no more can be decided on that.
+
+        They have no bytes, and backward makes each where it asks for it, and so needs what it is made from by then.
+        """
+        if not derived:
+            return self
+        costs = [each.derive_s or 0.0 if index in derived else 0.0 for index, each in enumerate(self.saved)]
+        order = self.order_wanted
+        late_s = dict(zip(order, accumulate((costs[index] for index in order), initial=0.0), strict=False))
+        asks_s, lates_s = zip(*((self.saved[index].wanted_s, late_s[index]) for index in order), strict=True)
+        wanted = {each.place: each.wanted_s + late_s[index] for index, each in enumerate(self.saved)}
+        needed = dict(wanted)
+        for index in derived:
+            for place in self.saved[index].sources:
+                needed[place] = min(needed.get(place, math.inf), wanted[self.saved[index].place])
+        saved = []
+        for index, each in enumerate(self.saved):
+            freed_s = each.freed_s
+            if freed_s is not None:
+                freed_s += sum(costs) if freed_s > asks_s[-1] else lates_s[bisect_left(asks_s, freed_s)]
+            if needed[each.place] < wanted[each.place]:  # it stays until it is asked for itself
+                freed_s = max(freed_s or 0.0, math.nextafter(wanted[each.place], math.inf))
+            each = replace(each, wanted_s=needed[each.place], freed_s=freed_s, derive_s=None)
+            saved.append(replace(each, nbytes=0, plain_bytes=each.replayed_bytes) if index in derived else each)
+        return replace(self, saved=tuple(saved), backward_s=self.backward_s + sum(costs))
 
     @cached_property
     def movable(self) -> list[int]:

@@ -9,6 +9,7 @@ decide on, all plans are tried.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,10 @@ def decide(facts: Facts, budget_bytes: int, *, moves: bool = True, recomputes: b
         The fastest plan found that fits the budget; if none does, the one with the least peak. None exceeds the cap.
     """
     best = _best(facts, budget_bytes, moves=moves, recomputes=recomputes)
+    if not best.idle or not best.fits:
+        for derived in _derived(facts, budget_bytes):
+            plan = _deriving(facts, budget_bytes, derived, moves=moves, recomputes=recomputes)
+            best = min(best, plan, key=_rank)
     return replace(best, decide=partial(decide, moves=moves, recomputes=recomputes))
 
 
@@ -62,6 +67,35 @@ def fitting(decide: Callable[[Facts, int], Plan], facts: Facts, budget_bytes: in
         return plan
     at_best = decide(facts.at_best(), budget_bytes)
     return at_best if at_best.fits else plan
+
+
+def _derived(facts: Facts, budget_bytes: int) -> list[frozenset[int]]:
+    """List what may be derived, the cheapest a byte first: just enough, what costs less than blocks, and all."""
+    may = facts.derivable
+    nothing: frozenset[int] = frozenset()
+
+    def fits(count: int) -> bool:
+        return make(facts, budget_bytes, nothing, nothing, frozenset(may[:count])).fits
+
+    def dear(index: int) -> bool:
+        return (facts.saved[index].derive_s or 0.0) / facts.saved[index].nbytes > replay_s
+
+    blocks = [number for number in range(len(facts.blocks)) if _pays(facts, number)]
+    costs = ((facts.blocks[number].replay_s or 0.0) / facts.block_bytes(number) for number in blocks)
+    replay_s = min(costs, default=0.0)
+    counts = (bisect_left(range(len(may)), True, key=fits), bisect_left(may, True, key=dear), len(may))
+    return [frozenset(may[:count]) for count in dict.fromkeys(counts) if count]
+
+
+def _deriving(facts: Facts, budget_bytes: int, derived: frozenset[int], *, moves: bool, recomputes: bool) -> Plan:
+    """Decide on a step in which these are derived, unless they or their sources are in blocks that recompute."""
+    best = _best(facts.deriving(derived), budget_bytes, moves=moves, recomputes=recomputes)
+
+    def stays(index: int) -> bool:
+        each = facts.saved[index]
+        return best.recomputed.isdisjoint((each.place.block, *(place.block for place in each.sources)))
+
+    return make(facts, budget_bytes, best.moved, best.recomputed, frozenset(filter(stays, derived)))
 
 
 def _best(facts: Facts, budget_bytes: int, *, moves: bool, recomputes: bool) -> Plan:
@@ -129,9 +163,16 @@ def _subsets(items: Iterable[int]) -> Iterable[frozenset[int]]:
     return map(frozenset, chain.from_iterable(combinations(found, count) for count in range(len(found) + 1)))
 
 
-def make(facts: Facts, budget_bytes: int, moved: frozenset[int], recomputed: frozenset[int]) -> Plan:
+def make(
+    facts: Facts,
+    budget_bytes: int,
+    moved: frozenset[int],
+    recomputed: frozenset[int],
+    derived: frozenset[int] = frozenset(),
+) -> Plan:
     """Make a plan of decisions, with what it is predicted to take."""
-    return Plan(facts, budget_bytes, moved, recomputed, simulate(facts, moved, recomputed, budget_bytes))
+    predicted = simulate(facts.deriving(derived), moved, recomputed, budget_bytes)
+    return Plan(facts, budget_bytes, moved, recomputed, predicted, derived=derived)
 
 
 def spread(among: Sequence[int], count: int) -> frozenset[int]:

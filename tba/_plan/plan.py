@@ -43,6 +43,7 @@ class Plan:
         budget_bytes: that saved tensors may hold.
         moved: indices in `facts.saved` of what goes out and comes back.
         recomputed: indices in `facts.blocks` of those that run again instead of saving.
+        derived: indices in `facts.saved` of what others give again; it does not stay.
         predicted: the step as simulated.
         measured: the last step that was carried out by it.
         decide: made it, and can do so from other facts or for another budget; None where a fixed rule did.
@@ -62,6 +63,7 @@ class Plan:
     made_in: int = 0
     tried: str = ""
     agreed: str = ""
+    derived: frozenset[int] = frozenset()
 
     @cached_property
     def sends(self) -> dict[Place, int]:
@@ -69,10 +71,20 @@ class Plan:
         saved = (self.facts.saved[index] for index in self.moved)
         return {each.place: each.nbytes for each in saved if each.place.block not in self.recomputed}
 
+    @cached_property
+    def derives(self) -> frozenset[Place]:
+        """Where the step saves what others give again."""
+        return frozenset(self.facts.saved[index].place for index in self.derived)
+
+    @cached_property
+    def derived_s(self) -> float:
+        """Seconds that making it again takes."""
+        return sum(self.facts.saved[index].derive_s or 0.0 for index in self.derived)
+
     @property
     def idle(self) -> bool:
         """Whether it leaves the step as it is."""
-        return not (self.sends or self.recomputed)
+        return not (self.sends or self.recomputed or self.derived)
 
     @property
     def fits(self) -> bool:
@@ -103,12 +115,12 @@ class Plan:
 
     def under(self, facts: Facts, budget_bytes: int) -> Plan:
         """Return the plan that decides alike from other facts or for another budget: it is simulated anew."""
-        predicted = simulate(facts, self.moved, self.recomputed, budget_bytes)
+        predicted = simulate(facts.deriving(self.derived), self.moved, self.recomputed, budget_bytes)
         return replace(self, facts=facts, budget_bytes=budget_bytes, predicted=predicted)
 
     def decides_as(self, other: Plan) -> bool:
         """Whether another plan decides alike."""
-        return self.moved == other.moved and self.recomputed == other.recomputed
+        return (self.moved, self.recomputed, self.derived) == (other.moved, other.recomputed, other.derived)
 
     @cached_property
     def prices(self) -> dict[str, float]:
@@ -180,6 +192,8 @@ class Plan:
         total = facts.saved_bytes
         gone = sum(facts.block_bytes(block) for block in self.recomputed)
         sent = sum(self.sends.values())
+        derived = sum(facts.saved[index].nbytes for index in self.derived)
+        kept = total - gone - sent - derived
 
         def share(nbytes: int) -> str:
             return f"{nbytes / total:.0%}" if total else ""
@@ -188,7 +202,9 @@ class Plan:
         if (plain := sum(each.replayed_bytes for each in facts.saved)) != total:
             yield "  before codecs", size(plain), ""
         yield "budget", size(self.budget_bytes), share(self.budget_bytes)
-        yield "  kept", size(total - gone - sent), share(total - gone - sent)
+        yield "  kept", size(kept), share(kept)
+        if self.derived:
+            yield f"  derived, {len(self.derived)} tensors", size(derived), share(derived)
         yield "  moved", size(sent), share(sent)
         if facts.link.spill is not None:
             yield "    to host memory", size(found.moved_bytes - found.spilled_bytes), ""
@@ -206,6 +222,8 @@ class Plan:
             yield f"{what} would save", f"{seconds:.3f} s", ""
         yield "  waiting", f"{found.waited_s:.3f} s", ""
         yield "  recomputing", f"{found.replayed_s:.3f} s", ""
+        if self.derived:
+            yield "  deriving", f"{self.derived_s:.3f} s", ""
         if facts.watched_s:
             yield (
                 "trying blocks took, once",

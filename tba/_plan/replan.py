@@ -43,7 +43,7 @@ class Shown:
 def pace(plan: Plan, step_s: float, lost_s: float, *, replays: bool) -> float:
     """Return how many times as long as predicted a step computed, of which `lost_s` were not computation."""
     replayed_s = plan.predicted.replayed_s
-    expected_s = plan.facts.step_s + (replayed_s if replays else 0.0)
+    expected_s = plan.facts.step_s + plan.derived_s + (replayed_s if replays else 0.0)
     computed_s = step_s - lost_s - (0.0 if replays else replayed_s)
     return computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
 

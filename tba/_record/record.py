@@ -102,6 +102,7 @@ class Record(Source):
         stays: compressed in place and never moved; or compressed to nothing.
         examined: a device is comparing or encoding its current bytes, and the result is not known yet.
         goes: a plan moves it, however much room there is.
+        follows: a plan has others give it again.
         wanted: read-ahead or backward asked for it before it was written: it stays in memory.
         saves: how many saved tensors are views of it.
         asks: how many requests for them came; at `saves`, a backward that frees its graph is done with it.
@@ -109,7 +110,7 @@ class Record(Source):
     """
 
     __slots__ = (
-        *("__weakref__", "asks", "codec", "decoded", "encoded", "examined", "goes", "last_view", "lent"),
+        *("__weakref__", "asks", "codec", "decoded", "encoded", "examined", "follows", "goes", "last_view", "lent"),
         *("logical_bytes", "number", "offloaded", "read", "ready", "recipe", "ref", "remains", "restored", "saves"),
         *("staged", "state", "stays", "stream", "view", "wanted", "write"),
     )
@@ -136,7 +137,7 @@ class Record(Source):
         self.logical_bytes = logical_bytes
         self.offloaded = offloaded
         self.stays = stays
-        self.examined = self.goes = False
+        self.examined = self.goes = self.follows = False
         self.state: RecordState = PENDING
         self.write: Ticket | None = None
         self.read: Ticket | None = None
@@ -276,6 +277,10 @@ class Record(Source):
     def go(self) -> None:
         """Move by plan once the operator has finished."""
         self.goes = True
+
+    def follow(self) -> None:
+        """Be given again by others, by plan, if they do once the operator has finished."""
+        self.follows = True
 
     def add_saver(self) -> None:
         """Count one more saved tensor, or recipe, that will ask for it."""

@@ -79,11 +79,11 @@ def test_families_by_plan(family: Family, share: float, rates: dict[str, str], a
     ours.assert_equals(plain)
     plan = offload.plan
     assert plan
-    assert plan.sends or plan.recomputed
+    assert not plan.idle
     assert offload.stats().read_bytes > 0
     # Blocks of the others change buffers, route at random or are one.
     alike = {"gpt", "gpt2", "bert", "t5", "llama", "jagged"}
-    assert not rates or family.name not in alike or any(each and each.recomputed for each in plans)
+    assert not rates or family.name not in alike or any(each and (each.recomputed or each.derived) for each in plans)
 
 
 # -- random programs ---------------------------------------------------------------------------------------------------
@@ -203,7 +203,8 @@ def test_compiled_blocks_by_plan(scratch: Path) -> None:
 
     plain = train(None)
     rates = {"max_write_rate": "30MB", "max_read_rate": "30MB"}
-    ours, offload, plans = _planned(train, 0.45, {"storage_paths": scratch, "min_tensor_bytes": 4096, **rates})
+    settings = {"storage_paths": scratch, "min_tensor_bytes": 4096, "derive": False, **rates}
+    ours, offload, plans = _planned(train, 0.45, settings)
     assert_bit_equal(ours, plain, "weights")
     assert offload.plan
     assert any(plan and plan.sends for plan in plans)
@@ -240,5 +241,5 @@ def test_a_planned_model_is_copied_and_loaded_between_steps(scratch: Path) -> No
     ours = train(context)
     assert_bit_equal(ours, plain, "weights")
     assert made[-1].plan
-    assert made[-1].plan.recomputed
+    assert made[-1].plan.recomputed or made[-1].plan.derived
     made[-1].close()

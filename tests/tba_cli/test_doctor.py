@@ -202,7 +202,8 @@ def test_settings_are_shown_with_their_origin(monkeypatch: pytest.MonkeyPatch) -
         ("", "staging_bytes = 1.5GiB  (from TBA_STAGING_BYTES)"),
     ]
     assert shown[3][1].startswith(
-        "by default: compress = none, rank = none, seed = 0, io_backend = auto, min_tensor_bytes = 1MiB"
+        "by default: compress = none, rank = none, seed = 0, derive = on, verify = checksum, "
+        "io_backend = auto, min_tensor_bytes = 1MiB"
     )
     assert [value_text(value) for value in (True, False, 60.0)] == ["on", "off", "60.0"]
 

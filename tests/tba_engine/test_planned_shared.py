@@ -41,7 +41,8 @@ def test_a_plan_is_kept_to(auto: Callable[..., Offloader], share: float, shares:
     scale = torch.rand(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)) if shares else None
     given = {"scale": scale * 1.0} if scale is not None else {}
     training = Training(Rectified)
-    offload = auto(training.model, memory_budget=int(share * held_bytes(auto, training, **given)), **SLOW)
+    budget = int(share * held_bytes(auto, training, **given))
+    offload = auto(training.model, memory_budget=budget, derive=False, **SLOW)
     plans = follow(offload, training, 8, **given)
     assert_equal(training.state(), train(None, Training(Rectified), steps=8, **given))
     assert not departures(plans)

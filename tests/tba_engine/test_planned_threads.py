@@ -78,11 +78,11 @@ def test_a_trial_that_ends_on_one_thread_leaves_anothers_apart(auto: Callable[..
     training, offload, planner = surveyed(auto)
 
     def another_trial() -> None:
-        with planner._apart():
+        with planner.apart():
             pass
 
     with offload:
-        with planner._apart():
+        with planner.apart():
             on_another_thread(another_trial)
             packed = offload._saver.pack(torch.ones(ROWS, WIDTH) * 1.0)
         assert planner.put_aside == {packed[0].number}

@@ -1,0 +1,176 @@
+"""Edits that PyTorch does not see, once recipes count as right: plain gradients, or an error that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from support.engine import activation, engine
+from support.exactness import equal
+from tba import EditedError
+from tba._derive.operators import OPERATORS
+
+TOKENS, WIDTH, PROVEN = 32, 64, 3  # steps, after which no forward runs an operator again
+
+
+def flip(tensor: Tensor) -> None:
+    tensor.data.view(-1)[3::7].neg_()
+
+
+def permute(tensor: Tensor) -> None:
+    tensor.data.copy_(tensor.data.flip(0))
+
+
+def by_numpy(tensor: Tensor) -> None:
+    array = tensor.detach().numpy()
+    array += 0.5
+
+
+def by_another_data(tensor: Tensor) -> None:
+    tensor.data = tensor.data + 0.5
+
+
+def with_the_version_kept(tensor: Tensor) -> None:
+    with torch.autograd._unsafe_preserve_version_counter(tensor), torch.no_grad():
+        tensor.mul_(1.5)
+
+
+def of_one_bit(tensor: Tensor) -> None:
+    tensor.data.view(torch.int32).view(-1)[5] ^= 1
+
+
+EDITS: dict[str, Callable[[Tensor], None]] = {
+    "signs": flip,
+    "a permutation": permute,
+    "numpy": by_numpy,
+    "another data": by_another_data,
+    "version kept": with_the_version_kept,
+    "one bit": of_one_bit,
+}
+
+
+class Program:
+    """A step whose tensors may be edited by name, as soon as they are there or between forward and backward."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.buffer = torch.linspace(0.5, 2, WIDTH)
+
+    def step(self, context: Any, edit: Callable[[Tensor], None] | None, what: str, when: str) -> list[Tensor]:
+        leaf, x = activation(TOKENS, WIDTH)
+        named: dict[str, Tensor] = {"weight": self.norm.weight, "buffer": self.buffer, "leaf": leaf}
+        before = {name: tensor.detach().clone() for name, tensor in named.items()}
+
+        def there(name: str, tensor: Tensor) -> Tensor:
+            named[name] = tensor
+            if edit is not None and when == "at once" and what == name:
+                edit(tensor)
+            return tensor
+
+        with context:
+            there("source", x)
+            product = there("derived", functional.gelu(x) * self.buffer)
+            normed = there("normed", self.norm(self.head(product)))
+            loss = (functional.linear(normed, self.head.weight).square() * there("detached", x.detach())).sum()
+        if edit is not None and when == "afterwards":
+            edit(named[what])
+        try:
+            return list(torch.autograd.grad(loss, [leaf, *self.norm.parameters(), *self.head.parameters()]))
+        finally:
+            for name, tensor in before.items():
+                named[name].data.copy_(tensor)
+
+
+# What is edited, when, and whether that raises. A weight, a buffer and a leaf are copied; a detached tensor is the
+# source's memory. After it was saved, a tensor's new memory is none of the saved one's, whether anything is derived.
+CASES = [
+    *((edit, "source", "at once", False) for edit in EDITS),
+    *((edit, what, "at once", True) for edit in EDITS for what in ("derived", "normed")),
+    *((edit, what, "afterwards", False) for edit in EDITS for what in ("weight", "leaf")),
+    *((edit, "buffer", "afterwards", False) for edit in EDITS if edit != "another data"),
+    *((edit, "source", "afterwards", True) for edit in EDITS if edit != "another data"),
+    *((edit, "detached", when, True) for edit in EDITS if edit != "another data" for when in ("at once", "afterwards")),
+]
+
+
+@pytest.mark.sampled(20)
+@pytest.mark.parametrize(("edit", "what", "when", "raises"), CASES)
+def test_an_edit_without_a_trace_gives_plain_gradients_or_the_error(
+    edit: str, what: str, when: str, raises: bool, scratch: Path
+) -> None:
+    plain, ours = Program(), Program()
+    unedited = plain.step(nullcontext(), None, what, when)
+    wanted = plain.step(nullcontext(), EDITS[edit], what, when)
+    with engine(scratch, tier="keep", compress="exact") as offload:
+        for _ in range(PROVEN):
+            assert equal(ours.step(offload, None, what, when), unedited)
+        with pytest.raises(EditedError, match=r"float32 \[32, 64\] #.* derive=False") if raises else nullcontext():
+            assert equal(ours.step(offload, EDITS[edit], what, when), wanted)
+        assert equal(ours.step(offload, None, what, when), unedited)  # the next step is none the worse
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_in_forward_is_no_error_where_each_step_compares_in_full(edit: str, scratch: Path) -> None:
+    plain, ours = Program(), Program()
+    with engine(scratch, tier="keep", compress="exact", verify="full") as offload:
+        for how in (*(None,) * PROVEN, EDITS[edit]):
+            wanted = plain.step(nullcontext(), how, "derived", "at once")
+            assert equal(ours.step(offload, how, "derived", "at once"), wanted)
+
+
+@pytest.mark.parametrize(("verify", "runs"), [("checksum", (2, 2, 1, 1)), ("full", (2, 2, 2, 2))])
+def test_operators_run_again_in_forward_in_two_steps_only(
+    verify: str, runs: tuple[int, ...], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = 0
+
+    def gelu(tensors: list[Any], scalars: Any, output: Any) -> Tensor:
+        nonlocal counted
+        counted += 1
+        return functional.gelu(tensors[0], approximate=scalars[0])
+
+    monkeypatch.setitem(OPERATORS, "GeluBackward0", OPERATORS["GeluBackward0"]._replace(run=gelu))  # type: ignore[arg-type]
+    program = Program()
+    with engine(scratch, tier="keep", compress="exact", verify=verify) as offload:
+        for most in runs:
+            counted = 0
+            program.step(offload, None, "", "")
+            assert counted == most
+        assert offload.stats().derived_bytes > 0
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_an_eps_changed_in_a_later_step_is_found_in_forward(scale: float, scratch: Path) -> None:
+    """The first row varies so much that it does not tell one eps from another."""
+
+    def gradients(program: Program, context: Any) -> list[Tensor]:
+        leaf, x = activation(TOKENS, WIDTH)
+        rows = torch.ones(TOKENS, 1)
+        rows[0] = scale
+        with context:
+            loss = program.head(program.norm(x * rows)).square().sum()
+        return list(torch.autograd.grad(loss, [leaf, *program.norm.parameters(), *program.head.parameters()]))
+
+    plain, ours = Program(), Program()
+    with engine(scratch, tier="keep", compress="exact") as offload:
+        for eps in (*(1e-5,) * PROVEN, 1e-6, 0.037):
+            plain.norm.eps = ours.norm.eps = eps
+            assert equal(gradients(ours, offload), gradients(plain, nullcontext()))
+        assert offload.stats().derived_bytes >= (PROVEN + 1) * TOKENS * WIDTH * 4
+
+
+def test_nothing_is_derived_where_that_is_off(scratch: Path) -> None:
+    program = Program()
+    wanted = Program().step(nullcontext(), None, "", "")
+    with engine(scratch, tier="keep", compress="exact", derive=False) as offload:
+        assert equal(program.step(offload, None, "", ""), wanted)
+        assert offload.stats().derived_bytes == 0
