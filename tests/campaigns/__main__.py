@@ -35,7 +35,7 @@ def faults(
 
     check_device(device)
     seeds = [only] if only is not None else range(seed, seed + (8 if quick else count))
-    result = run_faults(seeds, path, device=device)
+    result = run_faults(seeds, path, device)
     _finish(result, json, save, machine)
 
 
