@@ -59,11 +59,8 @@ def run_cases(
             no_disk = str(reason)
 
         def arguments(directory: str) -> list[str]:
-            return [
-                device,
-                tempfile.mkdtemp(dir=directory),
-                *map(str, disks),
-            ]  # a killed process may leave files in its own
+            own = tempfile.mkdtemp(dir=directory)  # a killed process may leave files there
+            return [device, own, *map(str, disks)]
 
         def outcome(question: Question, answer: Any) -> Outcome:
             if not isinstance(answer, ChildError):

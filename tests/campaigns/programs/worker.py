@@ -52,7 +52,7 @@ def cases_of(device: torch.device) -> st.SearchStrategy[Case]:
     """Return what draws a case of a device."""
     ways = [*ways_of(device)]
     interrupted = st.builds(Case, st.sampled_from(ways), PROGRAMS, st.integers(0, 1 << 16), PROGRAMS.map(tuple))
-    alone = st.builds(Case, st.sampled_from([*ways, LOSING]), PROGRAMS)
+    alone = st.builds(Case, st.sampled_from([*ways, LOSING]), PROGRAMS, st.just(-1), st.just(()))
     return st.integers(0, 12).flatmap(lambda number: alone if number < 10 else interrupted)
 
 
