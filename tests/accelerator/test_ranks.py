@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from support import accelerator, staged
+from support import accelerator
 from support.ranks import Llama, Step, assert_exact, plain_step, process_group, start
 from tba import Offloader
 
@@ -42,6 +42,8 @@ def _make(wrap: Wrap, device: torch.device) -> tuple[nn.Module, Callable[[Offloa
 
 
 def _rank_main(rank: int, folder: str) -> None:
+    from support import staged
+
     accelerator.load()
     device = torch.device("sim", 0)
     staged.register(device)
@@ -59,6 +61,7 @@ def _rank_main(rank: int, folder: str) -> None:
                     raise
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_with_a_device_each_are_exact(scratch: Path) -> None:
     if reason := accelerator.why_not():
         pytest.skip(reason)
