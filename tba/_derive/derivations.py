@@ -56,10 +56,12 @@ _MOST_WAITING = 8  # comparisons in flight on a device: a few layers' worth, in 
 
 
 class _Comparison(NamedTuple):
-    """A comparison, in flight on a device, of a recipe's result with the tensor it is to replace."""
+    """A comparison, in flight on a device, of a result with the tensor it is to replace.
+
+    The record alone has the recipe: once its graph is dropped, nothing keeps the recipe's sources.
+    """
 
     record: weakref.ref[Record]
-    recipe: Recipe
     known: tuple[int, Hashable] | None  # place and signature, for `_wrong`; None if the outcome depends on values
     differs: Tensor  # on the host, or being copied there
     there: Any  # event
@@ -126,7 +128,8 @@ class Derivations:
                 differs = made.stride() != alias.stride() or _differs(made, alias, off)
                 if isinstance(differs, Tensor):
                     record.examine(True)
-                    self.waiting.append(_Comparison(record.ref, settled, known, *streams.fetch(differs)))
+                    record.plan(settled)
+                    self.waiting.append(_Comparison(record.ref, known, *streams.fetch(differs)))
                     return None
         except OffloadError:  # an operand could not be read back, which says nothing about the recipe
             known, differs = None, True
@@ -154,11 +157,11 @@ class Derivations:
             if record is None:
                 continue
             record.examine(False)
-            if record.state is not PENDING or record.alias is None:
+            if record.state is not PENDING or record.alias is None or not isinstance(record.recipe, Recipe):
                 continue
             entry.there.synchronize()
             differs = bool(entry.differs) or record.is_edited() or record.was_moved()
-            settled.append((record, self._end(record, entry.recipe, entry.known, differs=differs)))
+            settled.append((record, self._end(record, record.recipe, entry.known, differs=differs)))
         return settled
 
     def _end(self, record: Record, found: Recipe, known: tuple[int, Hashable] | None, *, differs: bool) -> bool:

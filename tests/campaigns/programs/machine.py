@@ -10,9 +10,9 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -171,19 +171,30 @@ class Machine:
         _on_thread(partial(self._do_unary, a, b))
 
     def _do_aside(self, a: int, b: int, *_: int) -> None:
-        """Run an operator on a stream of its own, where there are streams, by PyTorch's rules for them."""
-        if self.side is None:
+        """Run an operator, and its backward, on a stream of its own where there are streams."""
+        with self._streams_meet(), self.side or nullcontext():
             self._do_unary(a, b)
+
+    @contextmanager
+    def _streams_meet(self) -> Iterator[None]:
+        """What runs in this region may use both streams, by PyTorch's rules for tensors of one and the other."""
+        if self.side is None:
+            yield
             return
-        x, here = self._get(a), torch.accelerator.current_stream()
+        here = torch.accelerator.current_stream()
+        self._record(here)
         self.side.wait_stream(here)
-        with self.side:
-            made = UNARY[b % len(UNARY)](x)
-        here.wait_stream(self.side)
-        for tensor in (x, *(made if isinstance(made, tuple) else (made,))):
-            tensor.record_stream(self.side)  # which reads it in backward too
-            tensor.record_stream(here)
-        self._put(made)
+        try:
+            yield
+        finally:
+            here.wait_stream(self.side)
+            self._record(here)
+
+    def _record(self, here: torch.Stream) -> None:
+        for tensor in (*self.pool, *(leaf.grad for leaf in self._leaves())):
+            if tensor is not None:
+                tensor.record_stream(here)
+                tensor.record_stream(self.side)  # type: ignore[arg-type]
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -193,9 +204,14 @@ class Machine:
 
     def _do_backward(self, a: int, b: int, c: int) -> None:
         go = partial(torch.autograd.backward, self._loss(a, b), retain_graph=c % 3 == 0)
-        _on_thread(go) if c % 5 == 0 else go()
+        with self._streams_meet():
+            _on_thread(go) if c % 5 == 0 else go()
 
     def _do_gradient(self, a: int, b: int, c: int) -> None:
+        with self._streams_meet():
+            self._take_gradient(a, b, c)
+
+    def _take_gradient(self, a: int, b: int, c: int) -> None:
         wanted = self._get(b) if c % 4 else self.leaf
         out = self._get(a)
         if c % 7 == 0:
