@@ -13,6 +13,7 @@ import gc
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections import Counter
 from contextlib import nullcontext
@@ -36,6 +37,7 @@ from .check import LOSING, ShortCollections, compare, losing, maker, through_idl
 from .machine import PROGRAMS, Instruction, Machine, Model
 
 BATCH = 50  # programs of a seed
+_RAISES = ("signals.py", "opcodes.py", "interrupts.py")  # files of what raises an interrupt
 _ENGINE = tuple(os.path.join(os.path.dirname(package.__file__ or ""), "") for package in (tba, io_backends))
 
 
@@ -70,25 +72,36 @@ def run_case(case: Case, directory: Path, device: torch.device) -> tuple[str, st
     if not found:
         return "ok", ""
     with make(plan, model=(model := Model(device)), **chosen) as offload:
-        machine = Machine(model, offload)
-        struck = interrupted_at(found[case.place % len(found)], lambda: machine.run(case.program))
-        machine.inside = private.top_hooks(True) is not None  # it may have been struck as it entered or left
+        machine, struck_in = Machine(model, offload), list[str]()
+        struck = interrupted_at(found[case.place % len(found)], lambda: _noting(machine, case.program, struck_in))
+        machine.inside = offload.entered  # it may have been struck as it entered or left
         machine.finish()
-        detail, left = _after(case, machine.done, offload, device)
+        detail, left = _after(case, machine.done, struck_in, offload, device)
         detail = detail or compare(
             case.after, lambda *_, **__: nullcontext(offload), plan, device=device, records_before=left, **chosen
         )
     return "broken" if detail else "struck" if struck else "ok", detail
 
 
-def _after(case: Case, done: int, offload: Offloader, device: torch.device) -> tuple[str, int]:
+def _noting(machine: Machine, program: list[Instruction], struck_in: list[str]) -> None:
+    """Run a program, and note the function that an interrupt strikes."""
+    try:
+        machine.run(program)
+    except KeyboardInterrupt as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        struck_in += [frame.name for frame in frames if not frame.filename.endswith(_RAISES)][-1:]
+        raise
+
+
+def _after(case: Case, done: int, struck_in: list[str], offload: Offloader, device: torch.device) -> tuple[str, int]:
     """Say what an interrupt has left behind that must not be, or ""; and how many records PyTorch itself keeps."""
     left = 0
     while private.top_hooks(True) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        private.pop_hooks()
         left += 1
-    if left:
-        return f"{left} pairs of hooks are left on the stack", 0
+    # As a `with` statement over the program's own hooks begins to end, PyTorch leaves them on, too.
+    if left and struck_in not in (["__exit__"], ["_pop"]):
+        return f"{left} pairs of hooks are left on the stack, struck in {struck_in}", 0
     # A backward that failed leaves its queue and our handler until the next has ended, as PyTorch does.
     with offload:
         torch.ones(1, device=device, requires_grad=True).sin().backward()
