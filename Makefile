@@ -70,7 +70,7 @@ BY_DEVICE := $(addprefix tests/,exact/test_checkpoint.py exact/test_identity.py 
 
 accelerator: $(VENV)/.installed
 	DEVICE=simulated $(PYTEST) -n $(JOBS) --dist worksteal tests/accelerator tests/gpu
-	DEVICE=simulated $(PYTEST) -n $(JOBS) --dist worksteal -m gpu $(BY_DEVICE)
+	DEVICE=simulated $(PYTEST) -n $(JOBS) --dist worksteal -m gpu $(BY_DEVICE) tests/exact/test_programs.py
 
 # The newest torch that docs/versions.md has; another by `make test-torch TORCH=2.12.0`, on another Python by
 # `make test-torch TORCH=2.11.0 PYTHON=python3.12`.

@@ -62,10 +62,12 @@ _MOST_WAITING = 8  # comparisons in flight on a device: a few layers' worth, in 
 
 
 class _Comparison(NamedTuple):
-    """A comparison, in flight on a device, of a recipe's result with the tensor it is to replace."""
+    """A comparison, in flight on a device, of a result with the tensor it is to replace.
+
+    The record alone has the recipe: once its graph is dropped, nothing keeps the recipe's sources.
+    """
 
     record: weakref.ref[Record]
-    recipe: Recipe
     trust: Trust | None  # None if the outcome depends on values
     place: int  # in the step
     stamps: tuple[Any, ...]  # of the device: before the recipe, after it, after the comparison; () if nobody asks
@@ -155,7 +157,8 @@ class Derivations:
                 if isinstance(differs, Tensor):
                     record.examine(True)
                     stamps, flag = self._stamp(stamps, record), streams.fetch(differs)
-                    self.waiting.append(_Comparison(record.ref, settled, known, place, stamps, *flag))
+                    record.plan(settled)
+                    self.waiting.append(_Comparison(record.ref, known, place, stamps, *flag))
                     return None
         except OffloadError:  # an operand could not be read back, which says nothing about the recipe
             known, differs = None, True
@@ -238,13 +241,13 @@ class Derivations:
             if record is None:
                 continue
             record.examine(False)
-            if record.state is not PENDING or record.alias is None:
+            if record.state is not PENDING or record.alias is None or not isinstance(record.recipe, Recipe):
                 continue
             entry.there.synchronize()
             differs = bool(entry.differs) or record.is_edited() or record.was_moved()
             if not differs:
                 entry.note(self._worth, record.nbytes)
-            settled.append((record, self._end(record, None if differs else entry.recipe, entry.trust)))
+            settled.append((record, self._end(record, None if differs else record.recipe, entry.trust)))
         return settled
 
     def _stamp(self, stamps: tuple[Any, ...], record: Record) -> tuple[Any, ...]:

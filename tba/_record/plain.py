@@ -16,7 +16,7 @@ from .._device.kinds import is_streamed
 from .._errors import edited_in_place
 from .._torch.modes import quiet
 from .._torch.private import JAGGED_VALUES, DisableTorchFunction, innermost, taken_apart
-from .view import empty
+from .view import as_it_lies, empty
 
 _COMMON = Tensor, nn.Parameter  # nearly all tensors: looking for inner ones would cost more than the rest of a hook
 
@@ -123,6 +123,6 @@ def _nested(tensor: Tensor) -> tuple[Shell, list[Tensor]]:
     It begins its storage, and so does the one that comes back, as PyTorch counts the rows' offsets from there.
     """
     rebuild, (values, *rows) = tensor.detach().__reduce_ex__(2)
-    counter = values.detach()
+    counter = as_it_lies(values.detach())
     counter.data = empty(values.dtype, values.device)
     return Shell("NestedTensor", rows[0], counter, ["values"], lambda inner: rebuild(inner["values"], *rows)), [values]

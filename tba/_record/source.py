@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .view import empty, is_over
+from .view import as_it_lies, empty, is_over
 
 # Aliases that may share a record, which moves once for all of them. Nobody can tell which of them share a counter, so
 # each check of a record reads all counters: without a limit, n aliases would take n * n reads.
@@ -129,8 +129,8 @@ class Source:
 
     def _drop_alias(self) -> None:
         """Drop the memory but keep the version counter: `.data` replaces only the alias's storage."""
-        alias = self.alias
-        assert alias is not None
+        assert self.alias is not None
+        alias = self.alias = as_it_lies(self.alias)
         alias.data = empty(alias.dtype, alias.device)
         if self.root() is None:
             self.root = _gone  # frees the weak reference
@@ -138,6 +138,6 @@ class Source:
 
 def _counter_of(tensor: Tensor) -> Tensor:
     """Make a tensor without bytes that shares a tensor's version counter."""
-    counter = tensor.detach()
+    counter = as_it_lies(tensor.detach())
     counter.data = empty(tensor.dtype, tensor.device)
     return counter

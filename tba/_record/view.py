@@ -59,17 +59,20 @@ class View(NamedTuple):
 
     def over(self, storage: torch.UntypedStorage, begin_bytes: int) -> Tensor:
         """Make a new tensor with this layout over `storage`, whose first byte is byte `begin_bytes` of the original."""
+        return self._turned(self._as_it_lies(storage, begin_bytes))
+
+    def _as_it_lies(self, storage: torch.UntypedStorage, begin_bytes: int) -> Tensor:
         offset = self.offset
         if begin_bytes:
             offset -= begin_bytes // self.dtype.itemsize
         tensor = empty(self.dtype, storage.device).new_empty(0)  # cheaper than torch.empty
         tensor.set_(storage, offset, self.size, self.stride)
-        return self._turned(tensor)
+        return tensor
 
     def _with_counter_of(self, whole: Tensor, begin_bytes: int) -> Tensor:
-        tensor = whole.detach()
-        tensor.data = self.over(whole.untyped_storage(), begin_bytes)
-        return tensor
+        tensor = as_it_lies(whole.detach())
+        tensor.data = self._as_it_lies(whole.untyped_storage(), begin_bytes)
+        return self._turned(tensor)
 
     def _turned(self, tensor: Tensor) -> Tensor:
         if self.conj:
@@ -77,6 +80,16 @@ class View(NamedTuple):
         if self.neg:
             tensor = negative_view(tensor)
         return tensor
+
+
+def as_it_lies(tensor: Tensor) -> Tensor:
+    """A tensor of the same memory and version counter that is neither conjugated nor negated.
+
+    PyTorch gives a tensor of some devices (PrivateUse1) other memory, by `.data`, only if both are or neither is.
+    """
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return negative_view(tensor) if tensor.is_neg() else tensor
 
 
 def counted(storage: torch.UntypedStorage) -> Tensor:

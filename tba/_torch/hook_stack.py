@@ -318,6 +318,9 @@ def _come_back() -> None:
 
 def _pop() -> None:
     """Pop a pair as torch's function does, but not one of ours above it."""
+    if not _ours.pairs:  # no call comes first, so no signal: outside of our contexts nothing holds one back
+        private.pop_hooks()
+        return
     ours = []
     while (top := private.top_hooks(True)) is not None and _is_entered(top):
         private.pop_hooks()

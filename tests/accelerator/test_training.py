@@ -180,3 +180,24 @@ def test_dropout_draws_the_same_after_the_same_seed(sim: ModuleType) -> None:
     accelerator.configure(delay_s=0.0005, seed=3)
     assert different(train(make, words(), "sim"), expected) == 0
     assert different(train(Words, words(), "sim"), expected) > 0
+
+
+@pytest.mark.parametrize(
+    "operate",
+    [
+        lambda x: torch.view_as_complex(x).log_softmax(-1),
+        lambda x: x @ x.half(),
+        lambda x: torch.view_as_complex(x).atan2(torch.view_as_complex(x)),
+    ],
+    ids=["no such type", "two types", "no such type of two"],
+)
+def test_an_operator_that_the_kernel_refuses_raises_where_it_is_called(
+    sim: ModuleType, operate: Callable[[Tensor], Tensor]
+) -> None:
+    x = torch.ones(2, 2)
+    with pytest.raises(RuntimeError) as expected:
+        operate(x)
+    with pytest.raises(RuntimeError) as found:
+        operate(x.to("sim"))
+    assert str(found.value) == str(expected.value)
+    sim.synchronize()

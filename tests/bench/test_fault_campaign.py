@@ -108,7 +108,8 @@ def test_the_command_runs_the_seeds_asked_for_and_fails_where_one_is_bad(
 ) -> None:
     asked = []
 
-    def run(seeds: Sequence[int], path: Path | None) -> Result:
+    def run(seeds: Sequence[int], path: Path | None, device: str) -> Result:
+        assert device == "cpu"
         asked.append(seeds)
         return Result(theme="faults", tables=[], data={"bad": bad})
 

@@ -11,6 +11,8 @@ import typer
 from benchmarks._report.options import MACHINE, AsJson, Folder, Machine, Quick, Save, finish
 from benchmarks._report.results import Result
 
+from .device import Device, check_device
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
 Seed = Annotated[int, typer.Option(help="The seed of the first; each has the next.")]
@@ -21,6 +23,7 @@ def faults(
     count: Annotated[int, typer.Option(min=1, help="How many cases.")] = 1000,
     seed: Seed = 0,
     only: Annotated[int | None, typer.Option(help="Run the case of this seed alone, and tell all about it.")] = None,
+    device: Device = "cpu",
     path: Folder = None,
     json: AsJson = False,
     quick: Quick = False,
@@ -30,7 +33,9 @@ def faults(
     """Random faults at random points of training steps: exact or an error that names it; exit status 1 otherwise."""
     from .faults.command import run_faults
 
-    result = run_faults([only] if only is not None else range(seed, seed + (8 if quick else count)), path)
+    check_device(device)
+    seeds = [only] if only is not None else range(seed, seed + (8 if quick else count))
+    result = run_faults(seeds, path, device)
     _finish(result, json, save, machine)
 
 
@@ -39,6 +44,7 @@ def programs(
     count: Annotated[int, typer.Option(min=1, help="How many programs, in whole batches of 50.")] = 2000,
     seed: Annotated[int, typer.Option(help="The seed of the first batch; each has the next.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes at a time, one thread each.")] = 2,
+    device: Device = "cpu",
     path: Folder = None,
     json: AsJson = False,
     quick: Quick = False,
@@ -48,7 +54,9 @@ def programs(
     """Random programs against plain PyTorch, under interrupts and failing stores; exit status 1 if one is not exact."""
     from .programs.command import run_programs
 
-    _finish(run_programs(seed, 1 if quick else count, jobs=jobs, path=path), json, save, machine)
+    check_device(device)
+    result = run_programs(seed, 1 if quick else count, jobs=jobs, path=path, device=device)
+    _finish(result, json, save, machine)
 
 
 @app.command()

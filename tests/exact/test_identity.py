@@ -46,6 +46,8 @@ VIEWS = {
     "negated": lambda x: torch.view_as_complex(x.view(BASE, BASE // 2, 2)).conj().imag,
     "real part": lambda x: torch.view_as_complex(x.view(BASE, BASE // 2, 2)).real,
     "part of the conjugated": lambda x: torch.view_as_complex(x.view(BASE, BASE // 2, 2)).conj()[1:7, ::2],
+    "conjugated, no view": lambda x: torch.view_as_complex(x.view(BASE, BASE // 2, 2)).conj().detach(),
+    "negated, no view": lambda x: torch.view_as_complex(x.view(BASE, BASE // 2, 2)).conj().imag.detach(),
     "other dtype": lambda x: x.detach().view(torch.int32)[3:],
     "diagonal": lambda x: x.diagonal(3),
 }
@@ -88,6 +90,30 @@ def test_a_view_comes_back_with_shape_stride_offset_dtype_and_bits(
     assert stats.read_bytes >= stats.offloaded_bytes > 0
     if whole:
         assert back[0].storage_offset() == offset
+
+
+@pytest.mark.parametrize("first", ["real", "conjugated"])
+def test_conjugated_and_real_views_of_a_storage_come_back_exact(
+    first: str, device: torch.device, scratch: Path, store_kind: str
+) -> None:
+    back: list[Tensor] = []
+    with engine(scratch, store_kind=store_kind) as offload:
+        base = _base(device).detach()
+        complex_view = torch.view_as_complex(base.view(BASE, BASE // 2, 2)).conj()
+        saved = [base, complex_view, complex_view.imag, complex_view.detach()]
+        if first == "conjugated":
+            saved.reverse()
+        expected = [tensor.resolve_conj().resolve_neg().clone() for tensor in saved]
+        leaf = torch.ones((), device=device, requires_grad=True)
+        with offload:
+            result: Tensor = Looks.apply(leaf, lambda _, *tensors: back.extend(tensors), *saved)
+        for moved in (False, True):  # out of memory, and back in it
+            if moved:
+                del base, complex_view, saved
+                offload.flush()
+            back.clear()
+            result.backward(retain_graph=True)
+            assert_bit_equal([tensor.resolve_conj().resolve_neg() for tensor in back], expected)
 
 
 @pytest.mark.parametrize("saved_before", [False, True])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from support.exactness import gradients_of
-from support.gpu import DEVICE, card, gpu_only
+from support.gpu import DEVICE, card, gpu_only, leaf_of, offloader
 from support.models import Mixed
 from tba import OffloadConfig, Offloader
 
@@ -54,6 +54,18 @@ def test_memory_of_another_stream_outlives_the_codec_that_reads_it(scratch: Path
     assert torch.equal(back[0], expected)
     assert offload.stats().packed_bytes == expected.numel() // 8
     offload.close()
+
+
+def test_a_graph_dropped_before_the_device_answers_gives_all_memory_back(scratch: Path) -> None:
+    with offloader("keep", scratch, compress="exact") as offload:
+        leaf = leaf_of()
+        with offload:
+            card._sleep(1_000_000_000)  # half a second, in which nobody can tell whether tensors may be recomputed
+            y = (leaf * 1).sin().square().sin().square()
+            waits = (leaf + 1) * 2  # another operator begins: the others have finished
+        assert offload.stats().live_records > 1
+        del y, waits
+        assert offload.stats().live_records == 0
 
 
 def test_projected_linear_layers_train(scratch: Path) -> None:

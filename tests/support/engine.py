@@ -61,10 +61,10 @@ def engine(
     **settings: Any,
 ) -> Iterator[Offloader]:
     """An Offloader (tier nvme, everything moves) over a store whose transfers `plan` disturbs; closed at the end."""
-    store = STORES[store_kind](scratch, threads) if store is None else store
+    config = OffloadConfig(**({"tier": "nvme", "min_tensor_bytes": 0} | settings))
+    store = STORES[store_kind](scratch, config.io_threads or threads) if store is None else store
     if plan is not None:
         store = FaultyStore(store, plan)
-    config = OffloadConfig(**({"tier": "nvme", "min_tensor_bytes": 0} | settings))
     offload = Offloader(model, config, store=store)
     try:
         yield offload

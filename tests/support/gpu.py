@@ -99,10 +99,12 @@ def offloader(
     fixed: dict[str, Any] = {"tier": tier, "min_tensor_bytes": 0, "storage_paths": scratch}
     if tier == "auto":
         fixed["memory_budget"] = 0
+    config = OffloadConfig(**(fixed | settings))
     store: Store | None = None
     if plan is not None:
-        store = FaultyStore(HostStore() if tier == "cpu" else PosixStore(scratch), plan)
-    offload = Offloader(model, OffloadConfig(**(fixed | settings)), store=store)
+        files = PosixStore(scratch, threads=config.io_threads or 2)
+        store = FaultyStore(HostStore() if tier == "cpu" else files, plan)
+    offload = Offloader(model, config, store=store)
     try:
         yield offload
     finally:

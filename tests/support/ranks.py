@@ -129,7 +129,7 @@ def plain_step(model: nn.Module) -> Callable[[Offloader | None], Step]:
 
     def make(offload: Offloader | None) -> Step:
         def step(number: int) -> list[Tensor]:
-            tokens = batch(number)
+            tokens = batch(number).to(next(model.parameters()).device)
             loss = loss_of(model(tokens), tokens)
             if offload is not None:
                 offload.flush()
@@ -161,11 +161,11 @@ def start(main: Callable[..., None], folder: str, *arguments: Any, ranks: int) -
 
 
 @contextmanager
-def process_group(rank: int, ranks: int, folder: str) -> Iterator[None]:
+def process_group(rank: int, ranks: int, folder: str, backend: str = "gloo") -> Iterator[None]:
     """Be one rank for the rest of the process, which ends here if all goes well; its plans go by a counted clock."""
     put(Counted())
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     yield
     dist.barrier()  # nobody is gone while another still talks to it
     os._exit(0)  # past the end of torch's own threads, which aborts now and then: terminate without an exception

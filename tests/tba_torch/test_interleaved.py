@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,8 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from support.engine import engine, save
 from support.exactness import assert_bit_equal
 from support.planned import nothing
+from support.signals import interrupted_at, places
 from tba import Offloader, offload_context
-from tba._torch import private
+from tba._torch import hook_stack, private
 
 BYTES = 64
 
@@ -177,3 +179,22 @@ def test_somebody_who_takes_off_whatever_is_there_finds_an_empty_stack(scratch: 
         save(torch.ones(16, requires_grad=True) * 1)
     assert (theirs.seen, offload.stats().saved_bytes) == ([], 0)
     offload.close()
+
+
+def test_an_interrupt_outside_leaves_no_hooks_of_others() -> None:
+    def program() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):
+            torch.ones(1, requires_grad=True).sin()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        found = places(program, (hook_stack.__file__,))
+        later = [place for place in found if not place.is_first]  # as it begins, PyTorch's own leaves them too
+        assert later
+        for place in later:
+            assert interrupted_at(place, program)
+            assert private.top_hooks(True) is None
+    finally:
+        signal.signal(signal.SIGINT, before)
+        while private.top_hooks(True) is not None:
+            private.pop_hooks()

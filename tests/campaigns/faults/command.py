@@ -22,6 +22,7 @@ from benchmarks._processes.child import ChildError
 from benchmarks._report.results import Grid, Result
 from benchmarks._workload.tools import scratch_directory
 
+from ..device import theme_of
 from ..runner import ask_all, result
 from .cases import KINDS, draw
 from .small_disk import NotAllowed, small_disk
@@ -36,9 +37,15 @@ Question = tuple[int, str | None]  # a seed, and the kind of fault if it is not 
 
 
 def run_cases(
-    questions: Sequence[Question], path: Path | None = None, *, timeout_s: float = CASE_TIMEOUT_S
+    questions: Sequence[Question],
+    path: Path | None = None,
+    *,
+    device: str = "cpu",
+    timeout_s: float = CASE_TIMEOUT_S,
 ) -> tuple[list[Outcome], str]:
-    """Run cases below `path` (None: below `out/`); return their outcomes, and why no disk runs full, "" if one does.
+    """Run cases on a device, with files below `path` (None: below `out/`).
+
+    Return their outcomes, and why no disk runs full, "" if one does.
 
     However it ends, no process, mount or file of it is left.
     """
@@ -52,7 +59,8 @@ def run_cases(
             no_disk = str(reason)
 
         def arguments(directory: str) -> list[str]:
-            return [tempfile.mkdtemp(dir=directory), *map(str, disks)]  # a killed process may leave files in its own
+            own = tempfile.mkdtemp(dir=directory)  # a killed process may leave files there
+            return [device, own, *map(str, disks)]
 
         def outcome(question: Question, answer: Any) -> Outcome:
             if not isinstance(answer, ChildError):
@@ -66,21 +74,22 @@ def run_cases(
         return found, no_disk
 
 
-def run_faults(seeds: Sequence[int], path: Path | None = None) -> Result:
-    """Run the cases of `seeds`. Those that fail are shown as they come."""
-    outcomes, no_disk = run_cases([(seed, None) for seed in seeds], path)
-    tables = [_table(outcomes, no_disk)]
+def run_faults(seeds: Sequence[int], path: Path | None = None, device: str = "cpu") -> Result:
+    """Run the cases of `seeds` on a device. Those that fail are shown as they come."""
+    outcomes, no_disk = run_cases([(seed, None) for seed in seeds], path, device=device)
+    tables = [_table(outcomes, device, no_disk)]
     if len(seeds) == 1:
         tables.append(_one(outcomes[0]))
     failing = [asdict(outcome) for outcome in outcomes if outcome.verdict in BAD]
     data = {
+        "device": device,
         "seeds": [seeds[0], seeds[-1]],
         "counts": {kind: dict(counts) for kind, counts in tally(outcomes).items()},
         "bad": len(failing),
         "failing": failing,
         "no_disk": no_disk,
     }
-    return result("faults", tables, data)
+    return result(theme_of("faults", device), tables, data)
 
 
 def tally(outcomes: Iterable[Outcome]) -> dict[str, Counter[str]]:
@@ -100,7 +109,7 @@ def _describe(outcome: Outcome) -> str:
     )
 
 
-def _table(outcomes: Sequence[Outcome], no_disk: str) -> Grid:
+def _table(outcomes: Sequence[Outcome], device: str, no_disk: str) -> Grid:
     counts = tally(outcomes)
     columns = ("cases", "struck", *VERDICTS)
     rows = [
@@ -115,7 +124,7 @@ def _table(outcomes: Sequence[Outcome], no_disk: str) -> Grid:
     )
     if no_disk:
         note += f" Disk full: skipped, {no_disk}."
-    title = f"Fault campaign, seeds {outcomes[0].seed} to {outcomes[-1].seed}"
+    title = f"Fault campaign, {device}, seeds {outcomes[0].seed} to {outcomes[-1].seed}"
     return Grid(title, ("fault", "seam", "to be survived", *columns), [*rows, ("all", "", "", *total)], note)
 
 

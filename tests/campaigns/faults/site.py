@@ -32,21 +32,22 @@ _HOST_BYTES = 1 << 16
 # -- training --------------------------------------------------------------------------------------------------------
 
 
-def make_model(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Make a model of `MODELS`, with equal weights each time, and its optimizer."""
+def make_model(name: str, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Make a model of `MODELS` on a device, with equal weights each time, and its optimizer."""
     torch.manual_seed(0)
-    model = GPT(MODELS[name][0])
+    model = GPT(MODELS[name][0]).to(device)
     return model, torch.optim.SGD(model.parameters(), lr=0.05)
 
 
 def forward(model: nn.Module, name: str, forwards: int, step: int) -> list[Tensor]:
     """Compute the losses of a step's batches."""
     config, batch = MODELS[name]
+    device = next(model.parameters()).device
     data = torch.Generator().manual_seed(1000 + step)
     torch.manual_seed(2000 + step)  # dropout
     losses = []
     for _ in range(forwards):
-        tokens = torch.randint(config.vocab, (batch, config.sequence + 1), generator=data)
+        tokens = torch.randint(config.vocab, (batch, config.sequence + 1), generator=data).to(device)
         losses.append(model(tokens[:, :-1], tokens[:, 1:]))
     return losses
 
@@ -65,9 +66,11 @@ def seen_of(model: nn.Module, losses: list[Tensor]) -> Seen:
 
 
 @cache
-def plain_steps(name: str, steps: int, forwards: int, retained: bool) -> list[tuple[Seen, dict[str, Any]]]:
+def plain_steps(
+    name: str, device: torch.device, steps: int, forwards: int, retained: bool
+) -> list[tuple[Seen, dict[str, Any]]]:
     """Run the steps in plain PyTorch; list each one's result, and the weights that the next begins with."""
-    model, optimizer = make_model(name)
+    model, optimizer = make_model(name, device)
     found = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -80,7 +83,7 @@ def plain_steps(name: str, steps: int, forwards: int, retained: bool) -> list[tu
 
 
 @cache
-def size_of(name: str, directory: Path) -> tuple[int, int]:
+def size_of(name: str, device: torch.device, directory: Path) -> tuple[int, int]:
     """Count the bytes and transfers that a forward hands to the store, by running one without faults."""
     transfers = 0
 
@@ -90,7 +93,7 @@ def size_of(name: str, directory: Path) -> tuple[int, int]:
         return None
 
     config = OffloadConfig(tier="nvme", min_tensor_bytes=0, prefetch_bytes=0)
-    model, _ = make_model(name)
+    model, _ = make_model(name, device)
     offload = Offloader(model, config, store=FaultyStore(PosixStore(directory), plan))
     with offload:
         losses = forward(model, name, 1, 0)
@@ -105,10 +108,10 @@ def size_of(name: str, directory: Path) -> tuple[int, int]:
 
 
 class Site:
-    """Directories below `place`, and the store of `case` over them."""
+    """Directories below `place`, and the store of `case` over them for tensors of a device."""
 
-    def __init__(self, case: Case, place: Path) -> None:
-        self._case = case
+    def __init__(self, case: Case, place: Path, device: torch.device) -> None:
+        self._case, self._device = case, device
         self._directories = [place / name for name in (("one", "two") if case.store == "striped" else ("one",))]
         for directory in self._directories:
             directory.mkdir()
@@ -139,7 +142,8 @@ class Site:
             return self._files[0]
         host = HostStore(timeout_s=case.io_timeout_s)
         self._levels = [TwoLevelStore(host, self._files[0], _HOST_BYTES, timeout_s=case.io_timeout_s)]
-        return Copying(self._levels[0])
+        # The memory of a CPU's tensor is the program's, too; what comes from a device is the store's alone.
+        return Copying(self._levels[0]) if self._device.type == "cpu" else self._levels[0]
 
     def used_bytes(self) -> int:
         """Bytes of writes not yet discarded, in files and host memory."""

@@ -26,9 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from io_backends.testing import FaultyStore
+from support.exactness import CPU
 from tba import OffloadConfig, Offloader, OffloadError, OffloadWarning
 
+from ..device import shuffle
 from .cases import KINDS, Case
 from .sabotage import Sabotage
 from .site import Seen, Site, backward, forward, make_model, plain_steps, seen_of, size_of
@@ -59,15 +63,16 @@ class Outcome:
     case: dict[str, Any] = field(default_factory=dict)
 
 
-def run_trial(case: Case, directory: Path, disk: Path | None = None) -> Outcome:
+def run_trial(case: Case, directory: Path, disk: Path | None = None, *, device: torch.device = CPU) -> Outcome:
     """Run a case in `directory`, empty and on a disk; `disk` is the mount point of one that runs full."""
+    shuffle(device, case.seed)
     outcome = Outcome(seed=case.seed, kind=case.kind, case=case.describe())
     if case.kind == "disk full" and disk is None:
         outcome.verdict, outcome.detail = "skipped", "there is no small file system here"
         return outcome
     before = _holdings()
     with _listening() as noises:
-        trial = _Trial(case, directory, disk, outcome)
+        trial = _Trial(case, directory, disk, device, outcome)
         try:
             trial.train()
         except Wrong as wrong:
@@ -87,11 +92,11 @@ def run_trial(case: Case, directory: Path, disk: Path | None = None) -> Outcome:
 class _Trial:
     """A model in training over a sabotaged store."""
 
-    def __init__(self, case: Case, directory: Path, disk: Path | None, outcome: Outcome) -> None:
-        self.case, self.outcome = case, outcome
-        saved_bytes, transfers = size_of(case.model, directory)
+    def __init__(self, case: Case, directory: Path, disk: Path | None, device: torch.device, outcome: Outcome) -> None:
+        self.case, self.device, self.outcome = case, device, outcome
+        saved_bytes, transfers = size_of(case.model, device, directory)
         self.sabotage = Sabotage(case, transfers * (case.steps * case.forwards + case.dropped))
-        self._site = Site(case, disk if disk is not None and case.kind == "disk full" else directory)
+        self._site = Site(case, disk if disk is not None and case.kind == "disk full" else directory, device)
         config = OffloadConfig(
             tier="nvme",
             min_tensor_bytes=0,
@@ -99,14 +104,14 @@ class _Trial:
             prefetch_bytes=int(case.window * saved_bytes),
             staging_bytes=int(case.staging * saved_bytes),
         )
-        self.model, self.optimizer = make_model(case.model)
+        self.model, self.optimizer = make_model(case.model, device)
         store = FaultyStore(self._site.make_store(self.sabotage.syscalls), self.sabotage.plan)
         self.offload = Offloader(self.model, config, store=store)
 
     def train(self) -> None:
         """Train all steps. Raises Wrong."""
         case = self.case
-        expected = plain_steps(case.model, case.steps, case.forwards, case.retained)
+        expected = plain_steps(case.model, self.device, case.steps, case.forwards, case.retained)
         self._maybe_remove("before")
         if case.dropped:
             with self.offload:

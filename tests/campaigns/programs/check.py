@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -20,6 +22,9 @@ import torch
 from torch import Tensor
 
 from io_backends.testing import Fault, Operation
+from support import gpu
+from support.engine import engine
+from support.exactness import CPU
 from tba import Offloader, OffloadStats, OffloadWarning
 
 from .machine import EDITED, Instruction, Machine, Model, Plain
@@ -29,6 +34,7 @@ Outcome = tuple[Any, ...]  # of one instruction: what it raised, and what all te
 # (faults of the transfers, model, settings) -> an Offloader, closed at the end
 MakeEngine = Callable[..., AbstractContextManager[Offloader]]
 
+LOSING = "losing"  # the way whose programs may be told that bytes are lost
 # The beginning of an error that says that bytes could not be read back.
 LOST = "TransferError"
 
@@ -90,7 +96,7 @@ def losing(operation: Operation, number: int) -> Fault | None:
 # By name: the faults of the transfers, and the settings.
 WAYS: dict[str, tuple[Plan | None, dict[str, Any]]] = {
     "all moves": (None, {"prefetch_bytes": 0}),
-    "small window": (late, {"prefetch_bytes": 2048, "staging_bytes": 8192, "threads": 2}),
+    "small window": (late, {"prefetch_bytes": 2048, "staging_bytes": 8192, "io_threads": 2}),
     "window": (None, {"prefetch_bytes": 4096, "min_tensor_bytes": 600}),
     "failing": (failing, {"prefetch_bytes": 0, "checksum": True}),
     "held": (None, {}),
@@ -99,6 +105,25 @@ WAYS: dict[str, tuple[Plan | None, dict[str, Any]]] = {
     "auto exact": (None, {"tier": "auto", "memory_budget": 4096, "compress": "exact"}),
     "keep exact": (None, {"tier": "keep", "compress": "exact"}),
 }
+# A tensor of the CPU has no host memory to go to.
+ON_DEVICE: dict[str, tuple[Plan | None, dict[str, Any]]] = {
+    "host": (None, {"tier": "cpu", "prefetch_bytes": 0}),
+    "host window": (late, {"tier": "cpu", "prefetch_bytes": 2048, "staging_bytes": 8192}),
+    "host failing": (failing, {"tier": "cpu", "prefetch_bytes": 0}),
+    "two links": (None, {"tier": "auto", "memory_budget": 4096, "cpu_budget": 1 << 14}),
+}
+
+
+def ways_of(device: torch.device) -> dict[str, tuple[Plan | None, dict[str, Any]]]:
+    """Return the ways of a device, each of which has to leave the bits of plain PyTorch."""
+    return WAYS if device.type == "cpu" else WAYS | ON_DEVICE
+
+
+def maker(device: torch.device, directory: Path) -> MakeEngine:
+    """Return what makes the engines of a device, whose files go to a directory."""
+    if device.type == "cpu":
+        return partial(engine, directory)
+    return lambda plan, *, tier="nvme", **settings: gpu.offloader(tier, directory, plan, **settings)
 
 
 class ShortCollections:
@@ -130,29 +155,29 @@ def outcomes(program: list[Instruction], machine: Machine) -> list[Outcome]:
 
 
 def through_engine(
-    program: list[Instruction], make: MakeEngine, plan: Plan | None, **chosen: Any
+    program: list[Instruction], make: MakeEngine, plan: Plan | None, *, device: torch.device = CPU, **chosen: Any
 ) -> tuple[list[Outcome], OffloadStats]:
     """List the outcomes with an engine, and its statistics once all graphs are gone."""
-    model = Model()
+    model = Model(device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OffloadWarning)
         with make(plan, model=model, **chosen) as offload:
             return outcomes(program, Machine(model, offload)), offload.stats()
 
 
-def through_idle_hooks(program: list[Instruction]) -> tuple[list[Outcome], int]:
+def through_idle_hooks(program: list[Instruction], device: torch.device = CPU) -> tuple[list[Outcome], int]:
     """List the outcomes under hooks that do nothing, and count the tensors PyTorch keeps once all graphs are gone.
 
     A backward that failed leaves its queue to the next, a weight that was edited in place holds its graph.
     """
-    arm, model = Idle(), Model()
+    arm, model = Idle(), Model(device)
     found = outcomes(program, Machine(model, arm))
     return found, len(arm.packed)  # while the model is there, as it is with the engine
 
 
-def through_plain(program: list[Instruction]) -> list[Outcome]:
+def through_plain(program: list[Instruction], device: torch.device = CPU) -> list[Outcome]:
     """List the outcomes in plain PyTorch."""
-    return outcomes(program, Machine(Model(), Plain()))
+    return outcomes(program, Machine(Model(device), Plain()))
 
 
 def compare(
@@ -160,6 +185,7 @@ def compare(
     make: MakeEngine,
     plan: Plan | None,
     *,
+    device: torch.device = CPU,
     plain: list[Outcome] | None = None,
     records_before: int = 0,
     **chosen: Any,
@@ -170,12 +196,12 @@ def compare(
         plain: its outcomes in plain PyTorch, where they are known already.
         records_before: so many of the engine's records are older than the program.
     """
-    plain = through_plain(program) if plain is None else plain
-    ours, stats = through_engine(program, make, plan, **chosen)
+    plain = through_plain(program, device) if plain is None else plain
+    ours, stats = through_engine(program, make, plan, device=device, **chosen)
     left = stats.live_records > records_before or (not stats.live_records and stats.resident_bytes > 0)
     if ours == plain and not left:
         return ""
-    idle, kept = through_idle_hooks(program)
+    idle, kept = through_idle_hooks(program, device)
     for number, (wanted, hooked, found) in enumerate(zip(plain, idle, ours, strict=True)):
         if wanted != hooked:
             break

@@ -14,8 +14,9 @@ from typing import Any
 from benchmarks._processes.child import ChildError
 from benchmarks._report.results import Result
 
+from ..device import theme_of
 from ..runner import ask_all, result, totals, verdict_of
-from .check import WAYS
+from .check import LOSING, ON_DEVICE, WAYS
 from .worker import BATCH
 
 HUNG_S = 600.0  # of a batch
@@ -24,8 +25,8 @@ BAD = ("wrong", "broken", "hung", "crashed")
 _VERDICTS = ("ok", "struck", *BAD)
 
 
-def run_programs(first: int, count: int, *, jobs: int, path: Path | None = None) -> Result:
-    """Run `count` programs, in batches of seeds from `first` on, in `jobs` processes at a time."""
+def run_programs(first: int, count: int, *, jobs: int, path: Path | None = None, device: str = "cpu") -> Result:
+    """Run `count` programs on a device, in batches of seeds from `first` on, in `jobs` processes at a time."""
     seeds = range(first, first + -(-count // BATCH))
 
     def outcome(seed: int, answer: Any) -> dict[str, Any]:
@@ -38,8 +39,19 @@ def run_programs(first: int, count: int, *, jobs: int, path: Path | None = None)
         failed = batch["failed"]
         return f"seed {batch['seed']}: {failed['verdict']}: {failed['detail']}" if failed else ""
 
-    batches = ask_all("programs", seeds, outcome, bad, timeout_s=HUNG_S, path=path, jobs=jobs, chunk=_CHUNK)
-    counts = {way: Counter[str]() for way in (*WAYS, "losing", "interrupted", "?")}
+    batches = ask_all(
+        "programs",
+        seeds,
+        outcome,
+        bad,
+        arguments=lambda directory: [directory, device],
+        timeout_s=HUNG_S,
+        path=path,
+        jobs=jobs,
+        chunk=_CHUNK,
+    )
+    ways = WAYS if device == "cpu" else WAYS | ON_DEVICE
+    counts = {way: Counter[str]() for way in (*ways, LOSING, "interrupted", "?")}
     for batch in batches:
         for way, verdict, number in batch["counts"]:
             counts[way][verdict] += number
@@ -49,10 +61,11 @@ def run_programs(first: int, count: int, *, jobs: int, path: Path | None = None)
         "then ran another one as plain PyTorch does. Losing: reads fail too, and the program is told "
         "(TransferError). Wrong, broken (after an interrupt), hung and crashed have to be 0."
     )
-    title = f"Random programs, {BATCH} of each seed from {first} to {seeds[-1]}"
+    title = f"Random programs, {device}, {BATCH} of each seed from {first} to {seeds[-1]}"
     data = {
+        "device": device,
         "seeds": [first, seeds[-1]],
         "counts": {way: {verdict: count[verdict] for verdict in _VERDICTS} for way, count in counts.items()},
         "bad": [{"seed": batch["seed"], **batch["failed"]} for batch in batches if batch["failed"]],
     }
-    return result("programs", [totals(title, "way", counts, _VERDICTS, note)], data)
+    return result(theme_of("programs", device), [totals(title, "way", counts, _VERDICTS, note)], data)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from support.exactness import CPU
 
 from .operators import BINARY, CUSTOM, INPLACE, UNARY, VIEWS, rows
 
@@ -38,6 +40,7 @@ NAMES = [
     *["linear", "gradient"] * 3,
     *["custom", "checkpoint", "flush", "delete", "context"] * 2,
     *["suspended", "hook", "look", "take_grad", "edit_grad", "update", "elsewhere", "nested", "collect", "retain_grad"],
+    "aside",
 ]
 _BYTES = st.integers(0, 255)
 _INSTRUCTIONS = st.tuples(st.sampled_from(NAMES), _BYTES, _BYTES, _BYTES)
@@ -61,13 +64,14 @@ class Plain:
 class Model(nn.Module):
     """The weights and the buffer of a program."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.tall = nn.Parameter(torch.randn(8, 16))
         self.square = nn.Parameter(torch.randn(16, 16))
         self.gain = nn.Parameter(torch.ones(16))
         self.shift = nn.Buffer(torch.randn(8, 16))
+        self.to(device)
 
 
 class Machine:
@@ -77,10 +81,12 @@ class Machine:
         torch.manual_seed(2)
         self.model = model
         self.arm = arm
+        self.device = model.shift.device
+        self.side = None if self.device.type == "cpu" else torch.Stream(self.device)
         self.inside = False
         self.done = 0  # instructions that have ended
-        self.leaf = torch.randn(8, 16, requires_grad=True)
-        self.pool: list[Tensor] = [*model.parameters(), model.shift, self.leaf, torch.randn(8, 16)]
+        self.leaf = torch.randn(8, 16).to(self.device).requires_grad_()
+        self.pool: list[Tensor] = [*model.parameters(), model.shift, self.leaf, torch.randn(8, 16).to(self.device)]
 
     def step(self, instruction: Instruction) -> tuple[Any, ...]:
         """Run one instruction; return the error it raised, and a digest of every tensor afterwards."""
@@ -99,7 +105,7 @@ class Machine:
         for instruction in [("context", 0, 0, 0), *program]:
             found.append(self.step(instruction))
             self.done += 1
-        return found
+        return [(told, *map(_settled, digests)) for told, *digests in found]
 
     def finish(self) -> None:
         """Leave the context and release every tensor."""
@@ -144,7 +150,7 @@ class Machine:
 
     def _do_linear(self, a: int, b: int, c: int) -> None:
         weight = [self.model.square, self.model.tall, self.model.square.t()][b % 3]
-        with torch.autocast("cpu", enabled=c % 3 == 0):
+        with torch.autocast(self.device.type, enabled=c % 3 == 0):
             out = F.linear(rows(self._get(a)), weight)
             self._put(F.layer_norm(out, out.shape[-1:], self.model.gain) if c % 2 and out.shape[-1] == 16 else out)
 
@@ -164,6 +170,32 @@ class Machine:
     def _do_elsewhere(self, a: int, b: int, *_: int) -> None:
         _on_thread(partial(self._do_unary, a, b))
 
+    def _do_aside(self, a: int, b: int, *_: int) -> None:
+        """Run an operator, and its backward, on a stream of its own where there are streams."""
+        with self._streams_meet(), self.side or nullcontext():
+            self._do_unary(a, b)
+
+    @contextmanager
+    def _streams_meet(self) -> Iterator[None]:
+        """What runs in this region may use both streams, by PyTorch's rules for tensors of one and the other."""
+        if self.side is None:
+            yield
+            return
+        here = torch.accelerator.current_stream()
+        self._record(here)
+        self.side.wait_stream(here)
+        try:
+            yield
+        finally:
+            here.wait_stream(self.side)
+            self._record(here)
+
+    def _record(self, here: torch.Stream) -> None:
+        for tensor in (*self.pool, *(leaf.grad for leaf in self._leaves())):
+            if tensor is not None:
+                tensor.record_stream(here)
+                tensor.record_stream(self.side)  # type: ignore[arg-type]
+
     # -- backward ------------------------------------------------------------------------------------------------
 
     def _loss(self, a: int, b: int) -> Tensor:
@@ -172,13 +204,18 @@ class Machine:
 
     def _do_backward(self, a: int, b: int, c: int) -> None:
         go = partial(torch.autograd.backward, self._loss(a, b), retain_graph=c % 3 == 0)
-        _on_thread(go) if c % 5 == 0 else go()
+        with self._streams_meet():
+            _on_thread(go) if c % 5 == 0 else go()
 
     def _do_gradient(self, a: int, b: int, c: int) -> None:
+        with self._streams_meet():
+            self._take_gradient(a, b, c)
+
+    def _take_gradient(self, a: int, b: int, c: int) -> None:
         wanted = self._get(b) if c % 4 else self.leaf
         out = self._get(a)
         if c % 7 == 0:
-            many = torch.ones(3, *out.shape, dtype=out.dtype)
+            many = torch.ones(3, *out.shape, dtype=out.dtype, device=out.device)
             self._put(torch.autograd.grad(out, wanted, many, allow_unused=True, is_grads_batched=True))
         else:
             loss = self._loss(a, a)
@@ -258,9 +295,19 @@ def _digest(tensor: Tensor | None) -> tuple[Any, ...] | None:
     if tensor is None:
         return None
     plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
-    bits = hash(plain.view(torch.uint8).numpy().tobytes())
+    bits = _bits(plain) if plain.is_cpu else plain  # a device is not waited for, so that it lags behind the program
     try:
         leaf = tensor.is_leaf
     except RuntimeError as error:  # a view whose base was edited in a way that leaves it without a gradient
         return str(error), bits
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, leaf, bits
+
+
+def _bits(plain: Tensor) -> int:
+    return hash(plain.view(torch.uint8).numpy().tobytes())
+
+
+def _settled(digest: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    if digest is None or not isinstance(digest[-1], Tensor):
+        return digest
+    return *digest[:-1], _bits(digest[-1].cpu())

@@ -121,7 +121,10 @@ INPLACE: list[Callable[[Tensor, Tensor], Any]] = [
     *(lambda x, y: x.unsqueeze_(0), lambda x, y: x.sigmoid_(), lambda x, y: x[..., 0].fill_(2)),
     lambda x, y: x.detach_(),
     *(lambda x, y: x.requires_grad_(), lambda x, y: F.silu(x, inplace=True), lambda x, y: x[1:].copy_(x[:-1].clone())),
-    *(lambda x, y: x.index_fill_(0, torch.tensor([0]), 3), lambda x, y: F.dropout(x, 0.5, inplace=True)),
+    *(
+        lambda x, y: x.index_fill_(0, torch.tensor([0], device=x.device), 3),
+        lambda x, y: F.dropout(x, 0.5, inplace=True),
+    ),
 ]
 BINARY: list[Callable[[Tensor, Tensor], Any]] = [
     *(operator.add, operator.sub, operator.mul, operator.truediv, torch.atan2, torch.maximum, torch.hypot),
@@ -137,6 +140,9 @@ BINARY: list[Callable[[Tensor, Tensor], Any]] = [
     lambda x, y: x.index_put((_places(y, x.shape[0]),), y),
     *(lambda x, y: F.conv1d(rows(x)[:, None], rows(y)[:1, None, :3]), lambda x, y: F.layer_norm(rows(x), (16,), y)),
     *(lambda x, y: torch.bmm(_matrix(x).expand(2, 8, 8), _matrix(y).expand(2, 8, 8)), lambda x, y: x.type_as(y) * y),
-    *(lambda x, y: torch.linalg.solve(_matrix(x) + 9 * torch.eye(8), _matrix(y)), lambda x, y: x.mul(y.detach())),
+    *(
+        lambda x, y: torch.linalg.solve(_matrix(x) + 9 * torch.eye(8, device=x.device), _matrix(y)),
+        lambda x, y: x.mul(y.detach()),
+    ),
 ]
 CUSTOM: list[Callable[..., Any]] = [_Square.apply, _Dirty.apply, _Two.apply, Detach.apply]

@@ -1,8 +1,10 @@
 // Shapes: see shapes.h.
 #include "shapes.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/DefaultDtype.h>
 
 #include <algorithm>
@@ -96,6 +98,7 @@ Answers& answers() {
 }
 
 constexpr size_t kMostAnswers = 50000; // then all are forgotten
+constexpr size_t kMostTried = 1 << 20; // bytes of arguments
 
 bool returns_tensors_alone(const c10::FunctionSchema& schema) {
   for (const auto& returned : schema.returns()) {
@@ -143,19 +146,58 @@ Values as_metas(const c10::FunctionSchema& schema, const Values& arguments) {
   return metas;
 }
 
+at::Tensor zeros_like_on_host(const at::Tensor& tensor) {
+  const auto elements = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), 1);
+  const auto options = at::TensorOptions(tensor.scalar_type()).device(at::kCPU);
+  return at::zeros({static_cast<int64_t>(elements)}, options).as_strided(tensor.sizes(), tensor.strides());
+}
+
+// Whether the CPU's kernel takes arguments like these, by trying it on zeros; true where that would be much work or the
+// kernel is a program's own.
+bool accepted(const c10::OperatorHandle& op, const Values& arguments) {
+  size_t nbytes = 0;
+  for (const auto& argument : arguments)
+    for (const auto& tensor : tensors_in(argument))
+      nbytes += tensor.defined() ? at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize()) : 0;
+  if (op.operator_name().name.rfind("aten::", 0) != 0 || nbytes > kMostTried)
+    return true;
+  std::unordered_map<c10::TensorImpl*, at::Tensor> made;
+  Values zeros;
+  for (size_t i = 0; i < arguments.size(); ++i)
+    if (takes_generator(op.schema().arguments()[i]))
+      zeros.emplace_back(at::make_generator<at::CPUGeneratorImpl>());
+    else if (arguments[i].isDevice())
+      zeros.emplace_back(c10::Device(c10::DeviceType::CPU));
+    else
+      zeros.push_back(with_tensors(arguments[i], [&](const at::Tensor& tensor) {
+        auto& host = made[tensor.unsafeGetTensorImpl()];
+        if (!host.defined())
+          host = on_device(tensor) ? zeros_like_on_host(tensor) : tensor.clone();
+        return host;
+      }));
+  try {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &zeros);
+  } catch (const std::exception&) {
+    return false;
+  }
+  return true;
+}
+
 Shapes ask(const c10::OperatorHandle& op, const Values& arguments) {
   const auto& schema = op.schema();
   if (!returns_tensors_alone(schema) || !op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta))
     return {};
   const Values given = as_metas(schema, arguments);
   Values metas = given;
+  const Quiet quiet;
+  at::AutoDispatchBelowADInplaceOrView below;
   try {
-    const Quiet quiet;
-    at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &metas);
   } catch (const std::exception&) {
     return {};
   }
+  if (!accepted(op, arguments))
+    return {};
   as_on_cpu(op.operator_name().name, arguments, metas);
   Shapes shapes{std::move(metas), {}};
   for (size_t i = 0; i < given.size(); ++i)

@@ -3,6 +3,9 @@
 // Guarantees
 // - The answer depends on the arguments' sizes, strides, types and numbers alone, so it is asked for once: many meta
 //   kernels are written in Python and take a millisecond.
+// - Arguments that the CPU's kernel refuses although the meta kernel takes them (a type that it does not have, two types
+//   that do not go together) give no answer, so that the kernel runs at once and the operator raises, as CUDA's does:
+//   on small ones the kernel is tried, on zeros, when they are first asked for.
 // - Statistics of normalisations have the types that the CPU's kernels give.
 #pragma once
 
