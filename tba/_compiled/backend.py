@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -77,7 +78,8 @@ class CompileBackend:
         }
         with inductor.config("_functorch").patch(enable_autograd_cache=False):
             compiled = compile_fx(model, inputs, config_patches=patches)
-        compiled.tba_backend = self  # its operators need the items
+        with suppress(AttributeError):
+            compiled.tba_backend = self  # its operators need the items
         return compiled
 
     def partition(self, split: Callable[[], tuple[Any, Any]], output_count: int) -> tuple[Any, Any]:

@@ -39,12 +39,16 @@ from .._transfer.mover import Mover
 SHARED = "memory of an input or output of a compiled graph"
 
 
-class _Moved:
-    """A tensor that `out` got: where its bytes are, and how it looks at them."""
+class Moved:
+    """A tensor that `out` got: who moves it, where its bytes are, and how it looks at them."""
 
-    __slots__ = ("record", "view")
+    __slots__ = ("carrier", "record", "view")
 
-    def __init__(self, record: Record, view: View) -> None:
+    def __init__(self, carrier: Carrier, record: Record, view: View) -> None:
+        self.carrier, self.record, self.view = carrier, record, view
+
+    def be(self, record: Record, view: View) -> None:
+        """Be elsewhere from now on."""
         self.record, self.view = record, view
 
 
@@ -52,7 +56,32 @@ class _Handle(bytearray):
     """The eight bytes of a token, which its storage keeps alive, and what they stand for."""
 
     __slots__ = ("__weakref__", "moved")
-    moved: _Moved
+
+    def __init__(self, number: int, moved: Moved) -> None:
+        super().__init__(number.to_bytes(8, "little"))
+        self.moved = moved
+
+
+_numbers = count()
+_handles: weakref.WeakValueDictionary[int, _Handle] = weakref.WeakValueDictionary()
+
+
+def moved_by(token: Tensor) -> Moved:
+    """Find what a token stands for. Raises OffloadError for one that is none."""
+    found = _handles.get(int(token))
+    if found is None:
+        raise OffloadError(
+            "a compiled graph asked for a tensor by a token that is not of this process, or whose graph is gone; run "
+            "backward in the process that ran forward"
+        )
+    return found.moved
+
+
+def _token(moved: Moved) -> Tensor:
+    """Make a token of its own memory: the compiler may use that again once it has no use for the token."""
+    number = next(_numbers)
+    handle = _handles[number] = _Handle(number, moved)
+    return torch.frombuffer(handle, dtype=torch.int64)
 
 
 class Carrier(ForkAware):
@@ -75,9 +104,9 @@ class Carrier(ForkAware):
         )
         self._dead = False
         self._numbers = count()
-        self._handles: weakref.WeakValueDictionary[int, _Handle] = weakref.WeakValueDictionary()
         self._remains: deque[Remains] = deque()
-        self._sizes: dict[int, tuple[int, int]] = {}  # of each live record: its bytes, and those that stay beside it
+        # Each live record, whose end is told by its reference: its bytes, and those that stay beside it.
+        self._live: dict[int, tuple[weakref.ref[Record], int, int]] = {}
         self._plain_bytes = self._plain_peak_bytes = self._held_peak_bytes = 0
         self._beside_bytes = 0
         self._plain_now_peak_bytes = self._held_now_peak_bytes = 0  # of the step under way
@@ -106,14 +135,13 @@ class Carrier(ForkAware):
             if why_not is not None:
                 self.counters.kept_to_offloaded(record.set_offloaded(False), why_not)
             self._note()
-            token = self._token(_Moved(record, view))
+            token = _token(Moved(self, record, view))
         self.mover.catch_up()
         return token
 
     @interrupts.whole
-    def done(self, token: Tensor, tensor: Tensor) -> Tensor:
+    def done(self, moved: Moved, tensor: Tensor) -> Tensor:
         """End the move of a tensor, whose memory is not its own from now on. Returns the token to save."""
-        moved = self._of(token)
         with self.lock:
             record = moved.record
             if record.state is WRITING and not self._dead and not self.mover.await_write(record):
@@ -122,7 +150,7 @@ class Carrier(ForkAware):
                 self._keep(moved, tensor)
             self.mover.landing.confirm()
             self._note()
-            kept = self._token(moved)
+            kept = _token(moved)
         self.mover.catch_up()
         return kept
 
@@ -147,25 +175,25 @@ class Carrier(ForkAware):
         alias = record.alias
         return alias is not None and alias.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
 
-    def _keep(self, moved: _Moved, tensor: Tensor) -> None:
+    def _keep(self, moved: Moved, tensor: Tensor) -> None:
         """Copy a tensor that was not written, and keep the copy."""
-        beside_bytes = self._sizes[moved.record.number][1]
+        beside_bytes = self._live[moved.record.number][2]
         own = apart(tensor)
         view, begin, end = view_and_span(own)
         record = self._record(own, begin, end)
-        self._sizes[record.number] = record.nbytes, beside_bytes
-        self._sizes[moved.record.number] = moved.record.nbytes, 0
+        self._live[record.number] = record.ref, record.nbytes, beside_bytes
+        self._live[moved.record.number] = moved.record.ref, moved.record.nbytes, 0
         self._plain_bytes += record.nbytes
         self._here[record.number] = record.nbytes
-        moved.record, moved.view = record, view
+        moved.be(record, view)
         self._settle()
 
     # -- backward --------------------------------------------------------------------------------------------------
 
     @interrupts.whole
-    def ahead(self, token: Tensor) -> None:
+    def ahead(self, moved: Moved) -> None:
         """Begin to bring a tensor back."""
-        record = self._of(token).record
+        record = moved.record
         with self.lock:
             self._settle()
             if record.state is STORED and not self._dead:
@@ -177,13 +205,12 @@ class Carrier(ForkAware):
         self.mover.catch_up()
 
     @interrupts.whole
-    def back(self, token: Tensor) -> Tensor:
+    def back(self, moved: Moved) -> Tensor:
         """Give a tensor back, in memory that nobody else has.
 
         Raises:
             TransferError, ClosedError: its bytes could not be brought back; they are gone with the backend, or a fork.
         """
-        moved = self._of(token)
         record, view = moved.record, moved.view
         if self._dead:
             return apart(restore_in_child(record, view))
@@ -215,28 +242,10 @@ class Carrier(ForkAware):
         self._here[record.number] = record.nbytes
         self._note()
 
-    # -- tokens ----------------------------------------------------------------------------------------------------
-
-    def _token(self, moved: _Moved) -> Tensor:
-        number = next(self._numbers)
-        handle = _Handle(number.to_bytes(8, "little"))
-        handle.moved = moved
-        self._handles[number] = handle
-        return torch.frombuffer(handle, dtype=torch.int64)
-
-    def _of(self, token: Tensor) -> _Moved:
-        found = self._handles.get(int(token))
-        if found is None:
-            raise OffloadError(
-                "backward asked for a tensor of a compiled graph whose token is not of this process; run backward in "
-                "the process that ran forward"
-            )
-        return found.moved
-
     # -- counts ----------------------------------------------------------------------------------------------------
 
     def _count(self, record: Record, beside_bytes: int) -> None:
-        self._sizes[record.number] = record.nbytes, beside_bytes
+        self._live[record.number] = record.ref, record.nbytes, beside_bytes
         self._plain_bytes += record.nbytes + beside_bytes
         self._beside_bytes += beside_bytes
         self.counters.offloaded_bytes += record.logical_bytes
@@ -256,14 +265,14 @@ class Carrier(ForkAware):
         died = bool(self._remains)
         while self._remains:
             remains = self._remains.popleft()
-            nbytes, beside_bytes = self._sizes.pop(remains.number)
+            _, nbytes, beside_bytes = self._live.pop(remains.number)
             self._plain_bytes -= nbytes + beside_bytes
             self._beside_bytes -= beside_bytes
             self._here.pop(remains.number, None)
             if remains.write is not None:
                 self.mover.discard(remains.write)
         self.mover.landing.confirm()
-        if died and not self._sizes:
+        if died and not self._live:
             self.counters.micro_batches += 1
             self.counters.steps += 1
             self._plain_peak_bytes, self._plain_now_peak_bytes = self._plain_now_peak_bytes, 0
@@ -276,7 +285,7 @@ class Carrier(ForkAware):
         with self.lock:
             if not self._dead:
                 self._settle()
-            self.counters.live_records = len(self._sizes)
+            self.counters.live_records = len(self._live)
             self.counters.resident_bytes = sum(self._here.values())
             return self.counters.snapshot(
                 file_bytes=self.mover.file_bytes(),

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .carrier import Carrier
+from .carrier import Carrier, moved_by
 
 _numbers = count(1)
 _items: weakref.WeakValueDictionary[int, Item] = weakref.WeakValueDictionary()
@@ -72,16 +72,19 @@ def _out(tensor: Tensor, number: int) -> Tensor:
 
 
 def _done(token: Tensor, tensor: Tensor, number: int) -> Tensor:
-    return item(number).carrier.done(token, tensor)
+    moved = moved_by(token)
+    return moved.carrier.done(moved, tensor)
 
 
 def _ahead(token: Tensor, number: int) -> Tensor:
-    item(number).carrier.ahead(token)
+    moved = moved_by(token)
+    moved.carrier.ahead(moved)
     return torch.empty(1, dtype=torch.int64)
 
 
 def _back(token: Tensor, begun: Tensor, number: int) -> Tensor:
-    return item(number).carrier.back(token)
+    moved = moved_by(token)
+    return moved.carrier.back(moved)
 
 
 def token_like(*_: object) -> Tensor:
