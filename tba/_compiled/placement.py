@@ -51,10 +51,7 @@ def place(forward: Graph, backward: Graph, moved: Sequence[Saved], carrier: Carr
             back = _call(backward, BACK, token, begun, item.number)
             back.meta["val"] = value
             for member, chain in saved.chains.items():
-                made = {saved.root: back}
-                for view in chain:
-                    made[view] = backward.node_copy(view, lambda node, made=made: made.get(node) or inputs[node.name])
-                result = made[saved.members[member]]
+                result = _repeat(chain, back, backward, inputs | {saved.root.name: back})
                 used[member].replace_all_uses_with(
                     result, delete_user_cb=lambda node, ours=(begun, back): node not in ours
                 )
@@ -64,6 +61,14 @@ def place(forward: Graph, backward: Graph, moved: Sequence[Saved], carrier: Carr
         items.append(item)
     output.args = (tuple(each for number, each in enumerate(outputs) if number not in gone),)
     return items
+
+
+def _repeat(chain: Sequence[Node], root: Node, graph: Graph, made: dict[str, Node]) -> Node:
+    """Make views again in another graph, which has made what they are made from; returns the last."""
+    result = root
+    for view in chain:
+        result = made[view.name] = graph.node_copy(view, lambda node: made[node.name])
+    return result
 
 
 def _call(graph: Graph, operator: torch._ops.OpOverload, *args: Node | int) -> Node:

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from io_backends import Store
-from support.exactness import run_training
+from support.exactness import assert_bit_equal, run_training
 from support.zoo import FAMILIES
-from tba import CompileBackend, OffloadConfig
+from tba import ClosedError, CompileBackend, OffloadConfig, OffloadStats
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler; there is no g++"),
@@ -172,3 +173,67 @@ def test_a_whole_model_is_what_the_compiler_makes_alone(name: str, scratch: Path
     assert 0 < stats.offloaded_bytes <= stats.written_bytes == stats.read_bytes, stats
     assert not stats.errors
     assert not stats.live_records
+
+
+def _compiled(using: Any, model: nn.Module) -> nn.Module:
+    torch.compiler.reset()
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    model.compile(backend=using)
+    return model
+
+
+def _gradients(model: nn.Module, loss: Tensor, **settings: Any) -> list[Tensor]:
+    return [each.clone() for each in torch.autograd.grad(loss, list(model.parameters()), **settings)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_a_budget_holds_inside_one_graph(share: float, scratch: Path) -> None:
+    x = torch.randn(BATCH, WIDTH)
+    found: list[OffloadStats] = []
+    gradients = []
+    budget_bytes = 0
+    for settings in ({}, {"tier": "auto", "prefetch_bytes": 1 << 16, "staging_bytes": 1 << 16}):
+        if settings:
+            budget_bytes = int(share * found[0].plain_peak_bytes)
+            settings["memory_budget"] = budget_bytes
+        with backend(scratch, **settings) as moving:
+            model = _compiled(moving, Net(12, dropout=0.0))
+            gradients.append(_gradients(model, model(x)))
+            gc.collect()
+            found.append(moving.stats())
+    assert_bit_equal(gradients[1], gradients[0])
+    everything, within = found
+    assert everything.step_peak_bytes < budget_bytes
+    assert within.step_peak_bytes <= budget_bytes
+    assert 0 < within.written_bytes < everything.written_bytes
+
+
+@pytest.mark.exhaustive
+def test_graphs_are_kept_dropped_and_never_made(scratch: Path) -> None:
+    x = torch.randn(BATCH, WIDTH)
+    with backend(scratch) as moving, functorch_config.patch(donated_buffer=False):
+        model = _compiled(moving, Net(dropout=0.0))
+        loss = model(x)
+        once = _gradients(model, loss, retain_graph=True)
+        assert_bit_equal(_gradients(model, loss, retain_graph=True), once)
+        assert_bit_equal(_gradients(model, loss), once)
+        del loss
+        gc.collect()
+        before = moving.stats()
+        with torch.no_grad():
+            model(x)
+        assert moving.stats().written_bytes == before.written_bytes
+        model(x)  # its graph is dropped
+        gc.collect()
+        after = moving.stats()
+        assert after.offloaded_bytes == 2 * before.offloaded_bytes  # written ones are padded
+        assert after.read_bytes == before.read_bytes == 3 * before.written_bytes
+        assert (after.live_records, after.resident_bytes) == (0, 0)
+        loss = model(x)
+        moving.close()
+        with pytest.raises(ClosedError):
+            loss.backward()
+        assert_bit_equal(_gradients(model, model(x)), once)

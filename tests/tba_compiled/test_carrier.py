@@ -1,4 +1,4 @@
-"""The carrier of a compiled backend: exact over any store, and nothing is left when tokens die, or it fails or closes."""
+"""The carrier of a compiled backend: exact over any store; nothing is left when tokens die, or it fails or closes."""
 
 from __future__ import annotations
 
