@@ -18,7 +18,7 @@ from .._text import size
 from .._torch.user_frames import Notices, warn
 from . import inductor
 from .carrier import Carrier
-from .choice import Choice, Windows, choose
+from .choice import Choice, choose
 from .operators import Item
 from .order import arrange
 from .placement import place
@@ -45,7 +45,6 @@ class CompileBackend:
         self._carrier = Carrier(config, store)
         self._notices = Notices()
         self._items: list[Item] = []
-        self._windows: dict[int, Windows] = {}
 
     def __call__(self, model: Any, inputs: Sequence[Any], *, mode: str | None = None, options: Any = None) -> Any:
         """Compile one graph: what `torch.compile` calls."""
@@ -110,9 +109,7 @@ class CompileBackend:
         moved = [saved[number] for number in choice.moved]
         if moved:
             beside_bytes = kept_bytes + sum(each.nbytes for each in saved) - sum(each.nbytes for each in moved)
-            items = place(forward.graph, backward.graph, moved, self._carrier, beside_bytes)
-            self._items += items
-            self._windows.update({item.number: choice.windows for item in items})
+            self._items += place(forward.graph, backward.graph, moved, self._carrier, choice.windows, beside_bytes)
             for module in (forward, backward):
                 module.graph.lint()
                 module.recompile()
@@ -148,7 +145,7 @@ class CompileBackend:
             ordered(graph.graph_inputs.keys()),
             ordered(graph.get_output_names()),
         )
-        return arrange(nodes, self._windows)
+        return arrange(nodes)
 
     def stats(self) -> OffloadStats:
         """Take a snapshot of what has moved since the start."""

@@ -34,6 +34,7 @@ from .._record.view import View, apart, view_and_span
 from .._stats import Counters, OffloadStats, Situation
 from .._torch.private import current_graph_task_id, graph_is_kept
 from .._transfer import build
+from .._transfer.landing import CLOSED
 from .._transfer.mover import Mover
 
 SHARED = "memory of an input or output of a compiled graph"
@@ -116,13 +117,14 @@ class Carrier(ForkAware):
     # -- forward ---------------------------------------------------------------------------------------------------
 
     @interrupts.whole
-    def out(self, tensor: Tensor, *, moves: bool, beside_bytes: int) -> Tensor:
+    def out(self, tensor: Tensor, *, moves: bool = True, beside_bytes: int = 0, window_bytes: int = 1 << 62) -> Tensor:
         """Begin to move a tensor; returns its token.
 
         Args:
             tensor: which is not changed until `done`.
             moves: otherwise it is copied and stays.
             beside_bytes: that its graph saves and keeps, if it is the first of that graph.
+            window_bytes: most bytes to be on their way out, with these.
         """
         with self.lock:
             self._settle()
@@ -131,7 +133,11 @@ class Carrier(ForkAware):
             view, begin, end = view_and_span(tensor)
             record = self._record(tensor, begin, end)
             self._count(record, beside_bytes)
-            why_not = (SHARED if not moves else "closed") if not moves or self._dead else self.mover.send(record)
+            if not moves or self._dead:
+                why_not: str | None = SHARED if not moves else CLOSED
+            else:
+                self.mover.wait_for_room(record.nbytes, window_bytes)
+                why_not = self.mover.send(record)
             if why_not is not None:
                 self.counters.kept_to_offloaded(record.set_offloaded(False), why_not)
             self._note()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .carrier import Carrier, moved_by
+from .choice import Windows
 
 _numbers = count(1)
 _items: weakref.WeakValueDictionary[int, Item] = weakref.WeakValueDictionary()
@@ -34,6 +35,7 @@ class Item:
         size, stride: as the graph has it; strides are those that the compiler chose once it has compiled the forward.
         dtype, device: of the tensor.
         nbytes: that it spans, at the sizes that the graph was compiled for.
+        windows: of its graph's transfers.
         shared: the memory is also an output or an input of the graph, so others may edit it: it is copied, and stays.
         beside_bytes: that stay in memory when this one, the first of its graph, moves.
         number: names it in its graph.
@@ -45,6 +47,7 @@ class Item:
     dtype: torch.dtype
     device: torch.device
     nbytes: int
+    windows: Windows
     shared: bool = False
     beside_bytes: int = 0
     number: int = field(default_factory=lambda: next(_numbers))
@@ -68,7 +71,8 @@ def item(number: int) -> Item:
 
 def _out(tensor: Tensor, number: int) -> Tensor:
     found = item(number)
-    return found.carrier.out(tensor, moves=not found.shared, beside_bytes=found.beside_bytes)
+    beside_bytes, window_bytes = found.beside_bytes, found.windows.out_bytes
+    return found.carrier.out(tensor, moves=not found.shared, beside_bytes=beside_bytes, window_bytes=window_bytes)
 
 
 def _done(token: Tensor, tensor: Tensor, number: int) -> Tensor:

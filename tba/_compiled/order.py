@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import inductor
-from .choice import Windows
 from .operators import AHEAD, BACK, DONE, OUT, Item, item
 
 _OURS = (OUT, DONE, AHEAD, BACK)
@@ -61,8 +60,8 @@ def order_back(uses: Sequence[Use], window_bytes: int) -> list[tuple[int, int]]:
     return found
 
 
-def arrange(nodes: list[Any], windows: dict[int, Windows]) -> list[Any]:
-    """Put the operators among the kernels of one graph. `windows`: of each item's graph."""
+def arrange(nodes: list[Any]) -> list[Any]:
+    """Put the operators among the kernels of one graph."""
     ours: defaultdict[tuple[int, Any], list[Any]] = defaultdict(list)
     kernels: list[Any] = []
     steps: dict[str, tuple[int, Any]] = {}
@@ -77,17 +76,17 @@ def arrange(nodes: list[Any], windows: dict[int, Windows]) -> list[Any]:
         return nodes
     numbers = list(dict.fromkeys(number for number, _ in ours))
     uses = {number: _use(kernels, ours, number, steps) for number in numbers}
-    window = windows[numbers[0]]
+    windows = item(numbers[0]).windows
     placed: list[tuple[int, int, int, list[Any]]] = []  # behind which kernel, in which order there
     out = [number for number in numbers if (number, OUT) in ours]
-    found = order_out([uses[number] for number in out], window.out_bytes)
+    found = order_out([uses[number] for number in out], windows.out_bytes)
     for number, (begins, ends) in zip(out, found, strict=True):
         _learn(item(number), ours[number, OUT][0])
         placed += [(begins, 1, number, ours[number, OUT]), (ends, 0, number, ours[number, DONE])]
         if ends == begins:
             placed[-1] = (ends, 2, number, ours[number, DONE])
     back = [number for number in numbers if (number, BACK) in ours]
-    found = order_back([uses[number] for number in back], window.ahead_bytes)
+    found = order_back([uses[number] for number in back], windows.ahead_bytes)
     for at, (number, (begins, ends)) in enumerate(zip(back, found, strict=True)):
         placed += [(begins - 1, 3, 2 * at, ours[number, AHEAD]), (ends - 1, 3, 2 * at + 1, ours[number, BACK])]
     result = _merge(kernels, sorted(placed, key=lambda each: each[:3]))

@@ -12,14 +12,20 @@ import torch
 from torch.fx import Graph, Node
 
 from .carrier import Carrier
+from .choice import Windows
 from .operators import AHEAD, BACK, DONE, OUT, Item, token_like
 from .saved import Saved
 
 _COPY = torch.ops.aten.copy_.default
 
 
-def place(forward: Graph, backward: Graph, moved: Sequence[Saved], carrier: Carrier, beside_bytes: int) -> list[Item]:
-    """Have tensors move; `beside_bytes`: that the graph saves and keeps. Returns what the operators work on."""
+def place(
+    forward: Graph, backward: Graph, moved: Sequence[Saved], carrier: Carrier, windows: Windows, beside_bytes: int
+) -> list[Item]:
+    """Have tensors move, within windows; `beside_bytes`: that the graph saves and keeps.
+
+    Returns what the operators work on.
+    """
     output = forward.output_node()
     outputs = list(output.args[0])  # type: ignore[arg-type]
     before = next((node for node in forward.find_nodes(op="call_function", target=_COPY)), output)
@@ -36,6 +42,7 @@ def place(forward: Graph, backward: Graph, moved: Sequence[Saved], carrier: Carr
             value.dtype,
             value.device,
             saved.nbytes,
+            windows,
             beside_bytes=0 if items else beside_bytes,
         )
         with forward.inserting_before(before):

@@ -40,7 +40,7 @@ def carrier(
 
 def send(moving: Carrier, tensor: Tensor) -> Tensor:
     """Move a tensor, whose memory is somebody else's afterwards, as the compiler's are."""
-    token = moving.done(moved_by(moving.out(tensor, moves=True, beside_bytes=0)), tensor)
+    token = moving.done(moved_by(moving.out(tensor)), tensor)
     tensor.untyped_storage().fill_(0x55)
     return token
 
@@ -148,7 +148,7 @@ def test_memory_that_others_may_edit_is_copied_and_stays(scratch: Path) -> None:
     with carrier(scratch) as moving:
         tensor = torch.randn(SIZE)
         expected = tensor.clone()
-        token = moving.out(tensor, moves=False, beside_bytes=0)
+        token = moving.out(tensor, moves=False)
         tensor.zero_()
         assert_bit_equal(moving.back(moved_by(moving.done(moved_by(token), tensor))), expected)
         assert moving.stats().kept_by_reason == {SHARED: 4 * SIZE}
@@ -177,7 +177,7 @@ def test_an_interrupt_ends_a_wait_and_loses_no_tensor(scratch: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
         tensor = torch.randn(SIZE)
-        token = moving.out(tensor, moves=True, beside_bytes=0)
+        token = moving.out(tensor)
         thread = threading.Thread(target=interrupt)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
@@ -213,9 +213,9 @@ def test_a_token_of_nobody_is_an_error(scratch: Path) -> None:
         moving.back(moved_by(torch.tensor([12345])))
 
 
-def test_what_moves_stays_within_the_windows(scratch: Path) -> None:
-    with carrier(scratch, staging_bytes=3 * 4 * SIZE) as moving:
-        tokens = [moving.out(torch.randn(SIZE), moves=True, beside_bytes=0) for _ in range(40)]
-        stats = moving.stats()
-        assert stats.staging_peak_bytes <= 3 * 4 * SIZE
+@pytest.mark.parametrize("staging", [3, 40])
+def test_what_is_on_its_way_out_stays_within_both_windows(staging: int, scratch: Path) -> None:
+    with carrier(scratch, staging_bytes=staging * 4 * SIZE) as moving:
+        tokens = [moving.out(torch.randn(SIZE), window_bytes=5 * 4 * SIZE) for _ in range(40)]
         assert len(tokens) == 40
+        assert moving.stats().staging_peak_bytes <= min(staging, 5) * 4 * SIZE
