@@ -67,9 +67,11 @@ class CompileBackend:
         if missing or self.config.tier == "keep":
             return compile_fx(model, inputs, config_patches=patches)
         settings = inductor.config()
+        split = patches.get("custom_partitioner_fn", settings.custom_partitioner_fn)
+        ordered = patches.get("_post_fusion_custom_pass", settings._post_fusion_custom_pass)
         patches |= {
-            "custom_partitioner_fn": _partitioner()(self, settings.custom_partitioner_fn),
-            "_post_fusion_custom_pass": _scheduler_pass()(self, settings._post_fusion_custom_pass),
+            "custom_partitioner_fn": _partitioner()(self, split),
+            "_post_fusion_custom_pass": _scheduler_pass()(self, ordered),
             "reorder_for_peak_memory": False,  # the pass does so, and then places the operators
             # Compiled code names items of this process.
             "fx_graph_cache": False,

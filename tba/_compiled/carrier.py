@@ -135,6 +135,7 @@ class Carrier(ForkAware):
             self._count(record, beside_bytes)
             if not moves or self._dead:
                 why_not: str | None = SHARED if not moves else CLOSED
+                self._here[record.number] = record.nbytes
             else:
                 self.mover.wait_for_room(record.nbytes, window_bytes)
                 why_not = self.mover.send(record)
@@ -267,6 +268,8 @@ class Carrier(ForkAware):
 
     def _settle(self) -> None:
         """Give back what dead tokens left; where no token lives any more a step has ended."""
+        if self._dead:
+            return
         self.mover.land()
         died = bool(self._remains)
         while self._remains:
@@ -289,8 +292,7 @@ class Carrier(ForkAware):
     def stats(self) -> OffloadStats:
         """Take a snapshot of the counters."""
         with self.lock:
-            if not self._dead:
-                self._settle()
+            self._settle()
             self.counters.live_records = len(self._live)
             self.counters.resident_bytes = sum(self._here.values())
             return self.counters.snapshot(

@@ -75,7 +75,8 @@ def arrange(nodes: list[Any]) -> list[Any]:
     if not ours:
         return nodes
     numbers = list(dict.fromkeys(number for number, _ in ours))
-    uses = {number: _use(kernels, ours, number, steps) for number in numbers}
+    places = _Places.of(kernels)
+    uses = {number: _use(places, ours, number, steps) for number in numbers}
     windows = item(numbers[0]).windows
     placed: list[tuple[int, int, int, list[Any]]] = []  # behind which kernel, in which order there
     out = [number for number in numbers if (number, OUT) in ours]
@@ -85,7 +86,8 @@ def arrange(nodes: list[Any]) -> list[Any]:
         placed += [(begins, 1, number, ours[number, OUT]), (ends, 0, number, ours[number, DONE])]
         if ends == begins:
             placed[-1] = (ends, 2, number, ours[number, DONE])
-    back = [number for number in numbers if (number, BACK) in ours]
+    # One that makes room comes ahead of the one that takes it.
+    back = sorted((number for number in numbers if (number, BACK) in ours), key=lambda number: uses[number].first)
     found = order_back([uses[number] for number in back], windows.ahead_bytes)
     for at, (number, (begins, ends)) in enumerate(zip(back, found, strict=True)):
         placed += [(begins - 1, 3, 2 * at, ours[number, AHEAD]), (ends - 1, 3, 2 * at + 1, ours[number, BACK])]
@@ -128,25 +130,40 @@ def _source(node: Any) -> str:
     return str(within.inputs[0].get_name()) if isinstance(within, inductor.take("MultiOutput")) else ""
 
 
-def _reads(node: Any) -> set[str]:
-    return {dependency.name for dependency in node.read_writes.reads}
+class _Places(NamedTuple):
+    """Where among the kernels each buffer is made, read and waited for; `total`: of the kernels."""
+
+    made: dict[str, int]
+    read: defaultdict[str, list[int]]
+    awaited: defaultdict[str, list[int]]
+    total: int
+
+    @staticmethod
+    def of(kernels: Sequence[Any]) -> _Places:
+        found = _Places({}, defaultdict(list), defaultdict(list), len(kernels))
+        for place, node in enumerate(kernels):
+            found.made.update(dict.fromkeys(node.get_buffer_names(), place))
+            for dependency in node.read_writes.reads:
+                found.read[dependency.name].append(place)
+            for dependency in node.unmet_dependencies:
+                found.awaited[dependency.name].append(place)
+        return found
 
 
-def _use(kernels: list[Any], ours: dict[tuple[int, Any], list[Any]], number: int, steps: dict[str, Any]) -> Use:
+def _use(places: _Places, ours: dict[tuple[int, Any], list[Any]], number: int, steps: dict[str, Any]) -> Use:
     """Find who makes and who reads a tensor."""
     if (number, OUT) in ours:
-        names = {name for name in _reads(ours[number, OUT][0]) if name not in steps}
-        made = max((place for place, node in enumerate(kernels) if names & set(node.get_buffer_names())), default=-1)
+        reads = {dependency.name for dependency in ours[number, OUT][0].read_writes.reads}
+        names = {name for name in reads if name not in steps}
     else:
         names = {name for node in ours[number, BACK] for name in node.get_buffer_names()}
-        made = -1
-    readers = [place for place, node in enumerate(kernels) if names & _reads(node)]
-    last = max(readers, default=made)
+    made = max((places.made.get(name, -1) for name in names), default=-1)
+    readers = [place for name in names for place in places.read[name]]
     # Whoever edits the memory waits for `done`: it may not come later.
     ends = {name for node in ours.get((number, DONE), ()) for name in node.get_buffer_names()}
-    waits = [place for place, node in enumerate(kernels) if ends & {each.name for each in node.unmet_dependencies}]
-    last = min([max(last, made), *(place - 1 for place in waits)])
-    return Use(item(number).nbytes, made, min(readers, default=len(kernels)), last)
+    waits = [place - 1 for name in ends for place in places.awaited[name]]
+    last = min([max([made, *readers]), *waits])
+    return Use(item(number).nbytes, made, min(readers, default=places.total), last)
 
 
 def _learn(moved: Item, node: Any) -> None:

@@ -96,7 +96,7 @@ def _tensors(nodes: Iterable[Any]) -> Iterator[Node]:
 
 def _memory(node: Node) -> object:
     """Tell memory apart, as far as the traced tensors show it."""
-    value = node.meta["val"]
+    value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout is torch.strided else node
 
 
@@ -146,7 +146,7 @@ def _is_plain(node: Node) -> bool:
 
 def _bytes(node: Node) -> int | None:
     """Count the bytes that a tensor spans; None for one without elements, or whose sizes nobody knows."""
-    value = node.meta["val"]
+    value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
     sizes, strides = [hint(size) for size in value.shape], [hint(stride) for stride in value.stride()]
