@@ -14,6 +14,7 @@
 from . import _armed, _config
 from ._audit.audit import audit
 from ._audit.report import Audit
+from ._compiled.backend import CompileBackend, compile_backend
 from ._config import OffloadConfig, Setting, describe
 from ._context import attach, offload_context
 from ._errors import (
@@ -37,6 +38,7 @@ __all__ = [
     "Audit",
     "BudgetError",
     "ClosedError",
+    "CompileBackend",
     "ConfigError",
     "EditedError",
     "NoPlan",
@@ -53,6 +55,7 @@ __all__ = [
     "TransferError",
     "attach",
     "audit",
+    "compile_backend",
     "describe",
     "offload_context",
 ]

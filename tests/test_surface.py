@@ -142,7 +142,7 @@ FLOORS = {
         ("_group", "_record", "_state"),
         ("_blocks",),
         ("_compress", "_derive", "_transfer"),
-        ("_auto",),
+        ("_auto", "_compiled"),
         ("_engine",),
         ("_audit", "_report"),
         ("_offloader",),

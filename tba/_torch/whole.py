@@ -93,5 +93,6 @@ class Whole:
                 "whole",
                 f"tier={self._tier!r}: {nbytes:,} of the {step_bytes:,} bytes that a step saves are compiled as one "
                 "graph, which gets them all back at once when its backward begins; they stay in memory from now on. "
-                "Compile each block instead (`block.compile()`), so that one block comes back at a time",
+                "Compile the model with `backend=tba.compile_backend(...)`, which moves them within the graph, or each "
+                "block (`block.compile()`), so that one block comes back at a time",
             )

@@ -269,6 +269,17 @@ class Mover:
         record.want()
         return False
 
+    def await_write(self, record: Record) -> bool:
+        """Wait until a record's memory is written from no more; False if transfers stall, or for an interrupt."""
+        if record.state is not WRITING:
+            return True
+        begun_s, begun = time.perf_counter(), self.cost.begin_wait()
+        ended = self.staging.wait_until(lambda: record.state is not WRITING)
+        waited_s = time.perf_counter() - begun_s
+        self.cost.wait(waited_s, begun)
+        self.counters.backpressure_s += waited_s
+        return ended
+
     def await_writes(self, where: str) -> None:
         """Wait until no write is under way. Raises StalledError, which names `where`, once none has ended for long."""
         while not self.staging.wait_until_idle():

@@ -62,7 +62,7 @@ class Staging:
             self._catch_up()
             if self._stalled_at == self._landings:
                 return fits()
-        if self._wait(fits):
+        if self.wait_until(fits):
             return True
         if not interrupts.waiting():
             self._stalled_at = self._landings
@@ -83,7 +83,7 @@ class Staging:
 
     def wait_until_idle(self) -> bool:
         """Wait until nothing is in flight; False when transfers have stalled, or for an interrupt."""
-        return self._wait(lambda: not self.count)
+        return self.wait_until(lambda: not self.count)
 
     def depart(self, nbytes: int) -> None:
         """Count a transfer that was submitted."""
@@ -111,7 +111,8 @@ class Staging:
         if self.waiters:
             self._condition.notify_all()
 
-    def _wait(self, satisfied: Callable[[], bool]) -> bool:
+    def wait_until(self, satisfied: Callable[[], bool]) -> bool:
+        """Wait until what transfers do has `satisfied` this; False when they have stalled, or for an interrupt."""
         if satisfied():
             return True
         self.waiters += 1  # before catching up: what ends from here on is landed by its worker

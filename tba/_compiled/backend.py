@@ -1,0 +1,224 @@
+"""Backend: compiles graphs with PyTorch's own compiler, and has what they save for backward move by a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from io_backends import Store
+
+from .._config import OffloadConfig
+from .._errors import ConfigError
+from .._memory import free_memory
+from .._memory.limits import hold_budget_bytes
+from .._stats import OffloadStats
+from .._text import size
+from .._torch.user_frames import Notices, warn
+from . import inductor
+from .carrier import Carrier
+from .choice import Choice, choose
+from .operators import Item
+from .order import arrange
+from .placement import place
+from .saved import find_saved
+
+# Shares of what a graph saves that PyTorch's own recomputation is asked for where moving alone does not fit.
+_RECOMPUTED = (0.5, 0.2)
+
+
+class CompileBackend:
+    """Backend for `torch.compile`, made by `compile_backend`.
+
+    Attributes:
+        config: the settings.
+    """
+
+    def __init__(self, config: OffloadConfig, *, store: Store | None = None) -> None:
+        for name, given in (("compress", config.compress), ("blocks", config.blocks), ("policy", config.policy)):
+            if given not in (None, "budget"):
+                raise ConfigError(
+                    f"compile_backend: {name}={given!r} has no effect inside a compiled graph; leave it unset"
+                )
+        self.config = config
+        self._carrier = Carrier(config, store)
+        self._notices = Notices()
+        self._items: list[Item] = []
+
+    def __call__(self, model: Any, inputs: Sequence[Any], *, mode: str | None = None, options: Any = None) -> Any:
+        """Compile one graph: what `torch.compile` calls."""
+        if missing := inductor.missing():
+            self._notices.say(
+                "missing",
+                f"compile_backend: this torch lacks {', '.join(missing)}, so what compiled graphs save stays in memory",
+            )
+        patches = dict(options or {})
+        if mode is not None and mode != "default":
+            import torch._inductor
+
+            patches = torch._inductor.list_mode_options(mode) | patches
+        if patches.get("triton.cudagraphs"):
+            raise ConfigError(
+                "compile_backend: CUDA graphs replay fixed memory, which nothing can leave; compile without "
+                "mode='reduce-overhead', or with mode='max-autotune-no-cudagraphs'"
+            )
+        compile_fx = inductor.take("compile_fx")
+        if missing or self.config.tier == "keep":
+            return compile_fx(model, inputs, config_patches=patches)
+        settings = inductor.config()
+        split = patches.get("custom_partitioner_fn", settings.custom_partitioner_fn)
+        ordered = patches.get("_post_fusion_custom_pass", settings._post_fusion_custom_pass)
+        patches |= {
+            "custom_partitioner_fn": _partitioner()(self, split),
+            "_post_fusion_custom_pass": _scheduler_pass()(self, ordered),
+            "reorder_for_peak_memory": False,  # the pass does so, and then places the operators
+            # Compiled code names items of this process.
+            "fx_graph_cache": False,
+            "fx_graph_remote_cache": False,
+        }
+        with inductor.config("_functorch").patch(enable_autograd_cache=False):
+            compiled = compile_fx(model, inputs, config_patches=patches)
+        with suppress(AttributeError):
+            compiled.tba_backend = self  # its operators need the items
+        return compiled
+
+    def partition(self, split: Callable[[], tuple[Any, Any]], output_count: int) -> tuple[Any, Any]:
+        """Split a graph into forward and backward, and place the operators that move what it saves.
+
+        Args:
+            split: PyTorch's partitioner.
+            output_count: how many outputs of the forward graph are not saved tensors.
+        """
+        forward, backward = split()
+        choice, saved, kept_bytes = self._choose(forward, backward, output_count)
+        for share in _RECOMPUTED:
+            budget_bytes = self._budget_bytes()
+            if budget_bytes is None or choice.peak_bytes <= budget_bytes:
+                break
+            with inductor.config("_functorch").patch(activation_memory_budget=share):
+                other = split()
+            better = self._choose(*other, output_count)
+            if better[0].peak_bytes < choice.peak_bytes:
+                (forward, backward), (choice, saved, kept_bytes) = other, better
+        else:
+            budget_bytes = self._budget_bytes()
+            if budget_bytes is not None and choice.peak_bytes > budget_bytes:
+                warn(
+                    f"memory_budget={size(budget_bytes)}: what a compiled graph saves holds "
+                    f"{size(choice.peak_bytes)} at best, with all moved and recomputed that can be"
+                )
+        moved = [saved[number] for number in choice.moved]
+        if moved:
+            beside_bytes = kept_bytes + sum(each.nbytes for each in saved) - sum(each.nbytes for each in moved)
+            self._items += place(forward.graph, backward.graph, moved, self._carrier, choice.windows, beside_bytes)
+            for module in (forward, backward):
+                module.graph.lint()
+                module.recompile()
+        return forward, backward
+
+    def _choose(self, forward: Any, backward: Any, output_count: int) -> tuple[Choice, list[Any], int]:
+        saved, kept_bytes = find_saved(forward.graph, backward.graph, output_count)
+        least = self.config.min_tensor_bytes
+        kept_bytes += sum(each.nbytes for each in saved if each.nbytes < least)
+        saved = [each for each in saved if each.nbytes >= least]
+        if self.config.tier == "cpu":  # what is on a host is there already
+            saved = [each for each in saved if each.root.meta["val"].device.type != "cpu"]
+        nbytes, wanted = [each.nbytes for each in saved], [each.wanted for each in saved]
+        limits = self._carrier.mover.limits
+        return choose(nbytes, wanted, kept_bytes, self._budget_bytes(), limits), saved, kept_bytes
+
+    def _budget_bytes(self) -> int | None:
+        """Bytes that a graph's saved tensors may hold; None where all moves that is worth it."""
+        if self.config.tier != "auto":
+            return None
+        if self.config.memory_budget is not None:
+            return int(self.config.memory_budget)
+        return hold_budget_bytes(0, free_memory.free_bytes(), self._carrier.mover.limits.reserve_bytes)
+
+    def arrange(self, nodes: list[Any]) -> list[Any]:
+        """Order the kernels of one graph as PyTorch does, and put the operators among them."""
+        graph, ordered = inductor.take("V").graph, inductor.take("OrderedSet")
+        scheduler = graph.scheduler
+        nodes = inductor.take("reorder_for_peak_memory")(
+            nodes,
+            scheduler.name_to_buf,
+            scheduler.name_to_fused_node,
+            ordered(graph.graph_inputs.keys()),
+            ordered(graph.get_output_names()),
+        )
+        return arrange(nodes)
+
+    def stats(self) -> OffloadStats:
+        """Take a snapshot of what has moved since the start."""
+        return self._carrier.stats()
+
+    def close(self) -> None:
+        """End threads, free files and buffers. Idempotent. Graphs compiled by it go on, and nothing moves any more."""
+        self._carrier.close()
+
+
+def compile_backend(
+    tier: str | None = None,
+    *,
+    memory_budget: int | str | None = None,
+    config: OffloadConfig | None = None,
+    **overrides: Any,
+) -> CompileBackend:
+    """Make a backend for `torch.compile` that moves what whole compiled models save for backward.
+
+    `torch.compile(model, backend=tba.compile_backend(memory_budget="8GiB"))` compiles with PyTorch's own compiler, and
+    has saved tensors leave by operators inside of the graphs. Gradients are bit-identical to the same graphs' without.
+
+    Args:
+        tier: as of `offload_context`.
+        memory_budget: memory that what each graph saves may hold under tier "auto", such as "8GiB".
+        config: settings to start from; `overrides` are single fields of `OffloadConfig`.
+
+    Raises:
+        ConfigError: a setting is unknown or malformed, or has no effect inside a compiled graph.
+        StorageError: the storage path cannot be used.
+    """
+    given = {name: value for name, value in (("tier", tier), ("memory_budget", memory_budget)) if value is not None}
+    given |= overrides
+    return CompileBackend(config.model_copy(update=given) if config is not None else OffloadConfig(**given))
+
+
+def _partitioner() -> Any:
+    class Partitioner(inductor.take("CustomPartitionerFn")):  # type: ignore[misc]
+        """Hands a graph to the backend, with the partitioner that the program has set, or PyTorch's own."""
+
+        def __init__(self, backend: CompileBackend, other: Any) -> None:
+            self._backend = backend
+            self._split = other or inductor.take("min_cut_rematerialization_partition")
+
+        def __call__(self, module: Any, inputs: Any, **settings: Any) -> tuple[Any, Any]:
+            split = partial(self._split, module, inputs, **settings)
+            return self._backend.partition(split, settings["num_fwd_outputs"])
+
+        def uuid(self) -> None:
+            return None  # nothing is cached
+
+        def __deepcopy__(self, memo: object) -> Any:
+            return self  # the compiler copies its settings
+
+    return Partitioner
+
+
+def _scheduler_pass() -> Any:
+    class Pass(inductor.take("CustomSchedulerPass")):  # type: ignore[misc]
+        """Has the backend order the kernels, after the pass that the program has set."""
+
+        def __init__(self, backend: CompileBackend, other: Any) -> None:
+            self._backend, self._other = backend, other
+
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            return self._backend.arrange(nodes if self._other is None else self._other(nodes))
+
+        def uuid(self) -> None:
+            return None
+
+        def __deepcopy__(self, memo: object) -> Any:
+            return self
+
+    return Pass
