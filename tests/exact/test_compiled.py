@@ -164,6 +164,7 @@ def _train(name: str, using: Any) -> Any:
 @pytest.mark.parametrize(
     "name", ["net", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in PROGRAMS if name != "net")]
 )
+@pytest.mark.slow
 def test_a_whole_model_is_what_the_compiler_makes_alone(name: str, scratch: Path) -> None:
     plain = _train(name, "inductor")
     with backend(scratch) as moving:
