@@ -166,6 +166,15 @@ def test_after_close_nothing_moves_and_stored_bytes_are_gone(scratch: Path) -> N
         assert_bit_equal(moving.back(moved_by(send(moving, tensor))), expected)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell in the background has SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_a_wait_and_loses_no_tensor(scratch: Path) -> None:
     gate = threading.Event()
     held = lambda operation, number: Fault(gate=gate) if operation == "write" and not number else None  # noqa: E731
