@@ -58,6 +58,7 @@ _NEAR = 0.03
 _NEAR_OF_FEW_BITS = 0.25
 _LEAST_GAIN = 16  # a derived tensor has at least this many times the bytes of the private copies made for it
 _MOST_PLACES = 1 << 16  # recipes to remember
+_AROUND = 3  # times what making a tensor again takes alone, on a warm cache: so much a step takes longer by it (GPT)
 _MOST_WAITING = 8  # comparisons in flight on a device: a few layers' worth, in no more memory than their tensors
 
 
@@ -206,7 +207,8 @@ class Derivations:
                     return None
                 begun_s = clock.current.now_s()
                 digest(made)
-                return made_s + 2 * (clock.current.now_s() - begun_s), [source.number for source in records]
+                derive_s = _AROUND * (made_s + 2 * (clock.current.now_s() - begun_s))
+                return derive_s, [source.number for source in records]
         except shortage.ENDS as error:  # as in `replaces`
             interrupts.pass_on(error, tracer)
             if not isinstance(error, RuntimeError):

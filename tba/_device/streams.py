@@ -80,7 +80,7 @@ def also_used(tensor: Tensor, producer: Any) -> None:
     """Tell the allocator that an operator on another stream than `producer` saves `tensor` too."""
     current = producer_stream(tensor)
     if current != producer:
-        tensor.record_stream(current)
+        as_bytes(tensor).record_stream(current)
 
 
 def goes_early(tensor: Tensor, producer: Any) -> None:
@@ -92,7 +92,7 @@ def goes_early(tensor: Tensor, producer: Any) -> None:
         return
     backend = function(tensor.device.type, "get_allocator_backend")
     if backend is None or backend() == "native":  # others raise if it is the stream of the allocation
-        tensor.record_stream(producer)
+        as_bytes(tensor).record_stream(producer)
 
 
 def be_on(device: torch.device) -> None:
@@ -180,7 +180,7 @@ class Arrival:
         if self._copied is not None:
             current.wait_event(self._copied)
         if current != self._consumer:
-            tensor.record_stream(current)
+            as_bytes(tensor).record_stream(current)
         self._target = None  # from here on the block is freed behind the copy
 
     def __del__(self) -> None:
@@ -293,6 +293,16 @@ def stamp(stream: Any) -> Any:
     event = torch.Event(stream.device, enable_timing=True)
     event.record(stream)
     return event
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return what `record_stream` may be called on: of a conjugated or negated tensor, its bytes.
+
+    PyTorch would tell the allocator of a copy of such a tensor, and write beyond its own stack.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        return raw_bytes(tensor, 0, tensor.untyped_storage().nbytes())
+    return tensor
 
 
 def raw_bytes(source: Tensor, begin: int, nbytes: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from io_backends import Buffer, BufferPool, PosixStore, StoreFull
 from tba._device import streams
@@ -195,3 +197,35 @@ def test_the_doctor_sees_wrong_bytes_on_the_way_through_pinned_memory(
         monkeypatch.setattr(streams, "into", lambda host, *rest: into(host ^ 1, *rest))
         with pytest.raises(StorageError, match=f"not all of {8 << 16} bytes"):
             way_probe._measured(store, here())
+
+
+class Recorded(TorchDispatchMode):
+    """Notes on which tensors `record_stream` is called, and does not let it through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.record_stream.default:
+            self.tensors.append(args[0])
+            return None
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("turned", [lambda x: x.conj(), lambda x: x.conj().imag], ids=["conjugated", "negated"])
+def test_the_allocator_hears_of_a_turned_tensor_s_own_memory(
+    sim: ModuleType, turned: Callable[[Tensor], Tensor]
+) -> None:
+    """PyTorch's own `record_stream` makes a copy of such a tensor, tells of that, and writes where it may not."""
+    tensor = turned(torch.ones(4, dtype=torch.complex64, device=here()))
+    producer = sim.current_stream()
+    with Recorded() as recorded, sim.stream(sim.Stream()):
+        streams.also_used(tensor, producer)
+        streams.goes_early(tensor, producer)
+        streams.Arrival(None, producer).wait(tensor)
+    assert len(recorded.tensors) == 3
+    for told in recorded.tensors:
+        assert not told.is_conj()
+        assert not told.is_neg()
+        assert told.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()

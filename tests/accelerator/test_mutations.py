@@ -103,7 +103,7 @@ MUTATIONS = {
     "a copy back waits for the last reader": ("into", "side.wait_event(allocated)", "pass"),
     "host memory outlives the copy from it": ("into", "memory.retain(host, copied.query, side)", "pass"),
     "a consumer waits for the copy": ("Arrival", "current.wait_event(self._copied)", "pass"),
-    "the allocator hears of another consumer": ("Arrival", "tensor.record_stream(current)", "pass"),
+    "the allocator hears of another consumer": ("Arrival", "as_bytes(tensor).record_stream(current)", "pass"),
 }
 
 

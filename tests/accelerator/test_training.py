@@ -188,8 +188,9 @@ def test_dropout_draws_the_same_after_the_same_seed(sim: ModuleType) -> None:
         lambda x: torch.view_as_complex(x).log_softmax(-1),
         lambda x: x @ x.half(),
         lambda x: torch.view_as_complex(x).atan2(torch.view_as_complex(x)),
+        lambda x: x[0].expand(2, 2).copy_(x),
     ],
-    ids=["no such type", "two types", "no such type of two"],
+    ids=["no such type", "two types", "no such type of two", "one place twice"],
 )
 def test_an_operator_that_the_kernel_refuses_raises_where_it_is_called(
     sim: ModuleType, operate: Callable[[Tensor], Tensor]

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from support.exactness import CPU
+from tba._device.streams import as_bytes
 
 from .operators import BINARY, CUSTOM, INPLACE, UNARY, VIEWS, rows
 
@@ -193,8 +194,8 @@ class Machine:
     def _record(self, here: torch.Stream) -> None:
         for tensor in (*self.pool, *(leaf.grad for leaf in self._leaves())):
             if tensor is not None:
-                tensor.record_stream(here)
-                tensor.record_stream(self.side)  # type: ignore[arg-type]
+                as_bytes(tensor).record_stream(here)
+                as_bytes(tensor).record_stream(self.side)  # type: ignore[arg-type]
 
     # -- backward ------------------------------------------------------------------------------------------------
 

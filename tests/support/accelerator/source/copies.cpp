@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "memory.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
@@ -113,6 +114,7 @@ void to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0)
     return to;
+  at::assert_no_internal_overlap(to); // here, and not when the copy runs
   const auto from = self.sizes() == to.sizes() ? self : self.expand_as(to);
   c10::OptionalDeviceGuard guard(from.is_privateuseone() ? from.device() : to.device());
   if (from.is_privateuseone() && to.is_privateuseone())
