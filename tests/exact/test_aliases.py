@@ -151,7 +151,7 @@ def test_an_edit_between_columns_while_they_are_written_is_no_damage_of_theirs(s
 @pytest.mark.parametrize("tier", ["nvme", "keep"])
 def test_a_derived_alias_is_what_was_saved_first(scratch: Path, tier: str) -> None:
     """A tensor that was edited between the two saves, through its own counter, is no part of that."""
-    with engine(scratch, tier=tier, compress="exact") as offload:
+    with engine(scratch, tier=tier, compress="exact", verify="full") as offload:
         for step in range(3):
             _, x = activation(64, 64)
             with offload:

@@ -248,7 +248,7 @@ def test_a_comparison_without_memory_says_nothing_about_the_recipe(
         torch.autograd.grad(loss, leaves)
         return offload.stats().derived_bytes - before
 
-    with engine(scratch, tier="keep", compress="exact") as offload:
+    with engine(scratch, tier="keep", compress="exact", verify="full") as offload:
         usual = derived_bytes()
         for lack in LACKS.values():
             with monkeypatch.context() as patched:

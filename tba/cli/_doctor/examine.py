@@ -14,6 +14,7 @@ from tba._device.streams import active_device
 from tba._errors import OffloadWarning, StorageError
 from tba._memory.budgets import cpu_budget_bytes, local_ranks, nvme_budget_bytes
 from tba._memory.free_memory import free_bytes, total_bytes
+from tba._torch.user_frames import warn
 from tba._transfer.build import io_threads
 from tba._transfer.daily_allowance import Allowance
 from tba._transfer.measured import choose, measured_file, read, record, setup_of
@@ -142,7 +143,7 @@ def _compared(path: PathReport, threads: int, allowance: Allowance | None) -> Pa
         except (StoreError, StorageError, RuntimeError) as error:
             why_not = f"kvikio could not be measured in {directory}: {error}"
         if why_not is not None:
-            warnings.warn(f"io_backend: {why_not}; auto takes what was measured before", OffloadWarning, stacklevel=2)
+            warn(f"io_backend: {why_not}; auto takes what was measured before")
     return replace(path, auto=choose(read(file), setup))
 
 
