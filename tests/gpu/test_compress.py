@@ -45,7 +45,8 @@ def test_memory_of_another_stream_outlives_the_codec_that_reads_it(scratch: Path
     with card.stream(other), offload:
         y = Masked.apply(x, mask, back)
     assert isinstance(y, Tensor)
-    del mask  # packed, and only the graph had it
+    del mask
+    offload.flush()  # it is packed, and only the graph had it
     taken = [torch.zeros_like(expected) for _ in range(8)]  # the mask's memory among it, if it were free
     with card.stream(other):
         y.sum().backward()
