@@ -38,7 +38,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -221,32 +221,51 @@ def out(
     return buffer._replace(owner=host, given=True), departure
 
 
+class Target(NamedTuple):
+    """Device memory for bytes to come: a copy into it waits for what `consumer` had queued by then, and no more."""
+
+    memory: Tensor
+    consumer: Any
+    allocated: Any  # event
+
+
+def target(nbytes: int, device: torch.device) -> Target:
+    """Allocate memory of `device` on the current stream, for `into`."""
+    consumer = torch.accelerator.current_stream(device.index)
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    allocated = torch.Event(device)
+    allocated.record(consumer)
+    return Target(memory, consumer, allocated)
+
+
 def into(
-    host: Tensor, device: torch.device, memory: BufferPool | None, *, timed: bool = False
+    host: Tensor,
+    device: torch.device,
+    memory: BufferPool | None,
+    *,
+    taken: Target | None = None,
+    timed: bool = False,
 ) -> tuple[Tensor, Arrival | None]:
     """Start moving host bytes, which lie in `memory`, to `device`. Returns the tensor over them and what `use` takes.
 
-    `timed` measures how long that takes. `memory` is None for a CPU, whose bytes are there already, as are those that a
-    store has put into device memory.
+    `memory` is None for a CPU, whose bytes are there already, as are those that a store has put into device memory.
+    `taken` is where they go, if that has been allocated; `timed` measures how long the copy takes.
     """
     if memory is None or not host.is_cpu:
         return host, None
-    consumer = torch.accelerator.current_stream(device.index)
+    bytes_to, consumer, allocated = taken or target(host.numel(), device)
     side = _side_stream(device, "in")
-    target = torch.empty(host.numel(), dtype=torch.uint8, device=device)
-    allocated = torch.Event(device)
-    allocated.record(consumer)
     side.wait_event(allocated)
     begun = torch.Event(device, enable_timing=True) if timed else None
     copied = torch.Event(device, enable_timing=timed)
-    arrival = Arrival(target, consumer, side, copied, begun)
+    arrival = Arrival(bytes_to, consumer, side, copied, begun)
     with side:
         if begun is not None:
             begun.record(side)
-        target.copy_(host, non_blocking=True)
+        bytes_to.copy_(host, non_blocking=True)
         copied.record(side)
     memory.retain(host, copied.query, side)
-    return target, arrival
+    return bytes_to, arrival
 
 
 def lend(source: Tensor, begin: int, nbytes: int, producer: Any) -> tuple[Buffer, Departure]:

@@ -76,8 +76,11 @@ class Buffers:
         `asked`: backward waits for it. Where the pool has no room it then waits for the device's copies from there; if
         that is not enough it gets memory of its own, beyond the pool's budget by this one record.
 
-        Returns the bytes, the buffer over them, what `streams.use` takes for them (None: nothing), and what to call
-        before they are used. Raises RuntimeError, MemoryError, StoreFull.
+        Returns the bytes, the buffer over them, what `streams.use` takes for them (None: nothing) or the device memory
+        that they are to be copied into, and what to call before they are used. That memory is allocated now: when the
+        bytes have come, the device has more queued, and the copy would wait for that.
+
+        Raises RuntimeError, MemoryError, StoreFull.
         """
         nbytes, ticket = record.nbytes, record.write
         assert ticket is not None
@@ -96,7 +99,7 @@ class Buffers:
             if not asked:
                 raise
             leased, buffer = self._lease_late(memory, nbytes, skew)
-        return leased, buffer, None, None
+        return leased, buffer, None if record.stream is None else streams.target(nbytes, record.device), None
 
     def _lease_late(self, memory: BufferPool, nbytes: int, skew: int) -> tuple[memoryview, Buffer]:
         """Lease of a pool that was full, or memory of its own."""
@@ -112,7 +115,8 @@ class Buffers:
         """
         memory = None if record.stream is None else self._memory.of(record.device)
         try:
-            restored, arrival = streams.into(host, record.device, memory, timed=timed)
+            taken = record.ready if isinstance(record.ready, streams.Target) else None
+            restored, arrival = streams.into(host, record.device, memory, taken=taken, timed=timed)
         except BaseException:
             if record.state is READING:
                 record.read_failed()

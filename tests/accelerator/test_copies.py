@@ -229,3 +229,15 @@ def test_the_allocator_hears_of_a_turned_tensor_s_own_memory(
         assert not told.is_conj()
         assert not told.is_neg()
         assert told.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+def test_a_copy_in_waits_for_nothing_that_was_launched_since_its_memory_was_taken(sim: ModuleType, pool: Any) -> None:
+    """A read takes device memory when it is queued: when its bytes have come, the device has all of backward queued."""
+    taken = streams.target(4 * N, here())
+    sim.synchronize()
+    with sim.held(sim.current_stream()):
+        arrived, arrival = streams.into(host_of(pool, 7.0), here(), pool, taken=taken)
+        assert arrival is not None
+        arrival._copied.synchronize()
+    streams.use(arrived, arrival)
+    assert numbers(arrived) == [7.0]

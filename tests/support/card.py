@@ -104,7 +104,8 @@ class Card:
         monkeypatch.setattr(streams, "out", self._out)
         monkeypatch.setattr(streams, "fetch", lambda flag: (flag.clone(), Flag(self)))
         monkeypatch.setattr(streams, "stamp", lambda stream: Stamp())
-        monkeypatch.setattr(streams, "into", lambda host, *_, timed: (host.clone(), Arrival(timed)))
+        monkeypatch.setattr(streams, "target", lambda nbytes, device: None)
+        monkeypatch.setattr(streams, "into", lambda host, *_, timed, **__: (host.clone(), Arrival(timed)))
 
     def blocks(self) -> None:
         """End no copy from now on."""

@@ -72,6 +72,7 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "out", lambda source, begin, nbytes, *_, **__: out(source, begin, nbytes, None, None))
     # As to a device: a copy, which its target's version counter counts.
     monkeypatch.setattr(streams, "into", lambda host, *_, **__: (torch.empty_like(host).copy_(host), None))
+    monkeypatch.setattr(streams, "target", lambda nbytes, device: None)
 
 
 @pytest.mark.usefixtures("_device")
