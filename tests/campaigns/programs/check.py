@@ -61,8 +61,10 @@ class Idle(Plain):
     @contextmanager
     def _outside(self) -> Iterator[None]:
         self.__exit__()
-        yield
-        self.__enter__()
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def _pack(self, tensor: Tensor) -> _Box:
         box = _Box(tensor.detach())
