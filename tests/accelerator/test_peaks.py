@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from support import accelerator
 from support.gpt import GPT, GPTConfig
+from support.models import Waves
 from tba import offload_context
 
 MIB = 1 << 20
@@ -41,23 +41,10 @@ def peak_of(sim: ModuleType, step: Callable[[], Any]) -> Peak:
     return Peak(*(stats[f"{kind}_bytes.all.peak"] - idle for kind in ("allocated", "active", "reserved")), idle)
 
 
-class Waves(nn.Module):
-    """One module, in which nothing can recompute: what memory has no room for has to move."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((NBYTES // 4,), 0.9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(LAYERS):
-            x = torch.tanh(x * self.scale)
-        return x.square().mean()
-
-
 @pytest.mark.parametrize("layers", [4, 12, 24])
 def test_the_peak_of_the_device_is_what_the_plan_said(sim: ModuleType, layers: int, scratch: Path) -> None:
     accelerator.configure(delay_s=2e-4, seed=layers)
-    model, x = Waves().to("sim"), torch.linspace(-1, 1, NBYTES // 4, device="sim")
+    model, x = Waves(LAYERS, NBYTES).to("sim"), torch.linspace(-1, 1, NBYTES // 4, device="sim")
     budget = layers * NBYTES
     offload = offload_context(model, memory_budget=budget, min_tensor_bytes=0, storage_paths=scratch)
 

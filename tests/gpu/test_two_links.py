@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from io_backends import Buffer, PosixStore
 from support.exactness import assert_bit_equal
 from support.gpu import DEVICE, MIB, card, gpu_only, open_device
+from support.models import Waves
 from tba import Offloader, offload_context
 
 pytestmark = gpu_only
@@ -22,19 +23,6 @@ LAYERS, NBYTES = 24, 2 * MIB
 @pytest.fixture(autouse=True, scope="module")
 def _device() -> None:
     open_device()
-
-
-class Waves(nn.Module):
-    """One module, in which nothing can recompute: what memory has no room for has to move."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((NBYTES // 4,), 0.9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(LAYERS):
-            x = torch.tanh(x * self.scale)
-        return x.square().mean()
 
 
 def gradients(steps: int, offload: Offloader | None, model: nn.Module) -> list[Tensor]:
@@ -65,8 +53,8 @@ def test_a_small_budget_for_host_memory_is_filled_and_the_rest_goes_to_disk(
         return submit(store, buffer, *others)
 
     monkeypatch.setattr(PosixStore, "submit_write", count)
-    plain = gradients(1, None, Waves().to(DEVICE))[0]
-    model = Waves().to(DEVICE)
+    plain = gradients(1, None, Waves(LAYERS, NBYTES).to(DEVICE))[0]
+    model = Waves(LAYERS, NBYTES).to(DEVICE)
     settings = {"memory_budget": 16 * MIB, "min_tensor_bytes": 0, "storage_paths": scratch}
     offload = offload_context(model, cpu_budget=cpu_budget, **settings)
     for each in gradients(5, offload, model):

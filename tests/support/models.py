@@ -142,3 +142,17 @@ class Mixed(nn.Module):
         x = self.norm(x.to(torch.bfloat16).float().square() + x)
         hidden = functional.silu(self.gate(x)) * self.up(x)
         return functional.cross_entropy(self.down(hidden).flatten(0, 1), ids.flatten())
+
+
+class Waves(nn.Module):
+    """One module, in which nothing can recompute: what memory has no room for has to move."""
+
+    def __init__(self, layers: int, nbytes: int) -> None:
+        super().__init__()
+        self.layers = layers
+        self.scale = nn.Parameter(torch.full((nbytes // 4,), 0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.layers):
+            x = torch.tanh(x * self.scale)
+        return x.square().mean()
