@@ -15,6 +15,7 @@ from support.benchmarks import run_benchmark
 # -- end to end ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_codec_measures_every_codec_the_layer_and_the_block(tmp_path: Path) -> None:
     found = run_benchmark("codec", "--threads", "1", scratch=tmp_path)
     assert [(one["codec"], one["dtype"]) for one in found["codecs"]] == [(c.name, c.type_name) for c in cases()]

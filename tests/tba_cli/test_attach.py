@@ -240,6 +240,7 @@ hidden(torch.randn(2, 32)).sum().backward()
 """
 
 
+@pytest.mark.exhaustive
 def test_nothing_that_goes_wrong_in_attaching_ends_the_program(tmp_path: Path) -> None:
     (page := tmp_path / "out.html").mkdir()  # a folder is no page
     odd = attaching(tier="nvme") | {"RANK": "node0", "TBA_REPORT": str(page)}

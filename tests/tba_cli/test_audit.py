@@ -179,6 +179,7 @@ def test_an_error_of_ours_is_shown_whole(ours: str, monkeypatch: pytest.MonkeyPa
     assert isinstance(run(f"{ours}:mismatched").exception, RuntimeError)
 
 
+@pytest.mark.exhaustive
 def test_a_model_type_is_audited_if_memory_has_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 50}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 0}

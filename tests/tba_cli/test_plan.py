@@ -151,6 +151,7 @@ def test_options_of_a_config_are_refused_for_a_callable(ours: str) -> None:
     assert figures(f"{ours}:sized", "--batch", 3, "--device", "h100")["batch"] == [3, 256]
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_is_too_large_is_refused_with_the_numbers() -> None:
     arguments = ("llama", "--dtype", "bf16", "--set", "num_hidden_layers=24", "--device", "rtx3090")
     result = run(*arguments)

@@ -42,7 +42,8 @@ def test_memory_of_cuda_graphs_is_told_by_its_deleter_or_by_who_runs_them(
     """As torch has it, but for the device: replayed outputs have no deleter; who runs a graph first knows its own."""
     trees = import_module("torch._inductor.cudagraph_trees")
     made, other = torch.ones(8), torch.ones(8)
-    node = trees.CUDAWarmupNode(None, None, (0, 0), None, 0, None, None, True, None)
+    run = SimpleNamespace(user_visible_output_idxs=())
+    node = trees.CUDAWarmupNode(run, None, (0, 0), None, 0, None, None, True, None)
     node.outputs_weakrefs.append(trees.map_to_ref(made))
     manager = SimpleNamespace(current_node=node, path_state=trees.ExecutionState[state])
     monkeypatch.setattr(trees, "get_manager", lambda index, create_if_none_exists: manager)
