@@ -178,7 +178,8 @@ class Saver(ForkAware):
                     packed = self._pack(tensor)
             else:
                 packed = self._pack(tensor)
-            if self.derivations is not None and self.derivations.crowded:
+            # On a CPU nothing waits, so that this is no further call.
+            if self.derivations is not None and self.derivations.waiting and self.derivations.crowded:
                 self._await_comparisons(self.derivations)
             if self.mover.ended:
                 self._catch_up()
