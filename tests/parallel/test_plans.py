@@ -79,15 +79,22 @@ def _settings(rank: int, folder: str, **settings: Any) -> dict[str, Any]:
     return {"min_tensor_bytes": 0, "storage_paths": folder, **own, **settings}
 
 
-def _one_plans(rank: int, wrap: Wrap, folder: str) -> None:
+def _maker(wrap: Wrap) -> Callable[[], nn.Module]:
+    """Return what makes a model over both ranks; within their process group."""
     from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
 
     def make() -> nn.Module:
         model = Llama()
         return wrap(model, mesh) or model
 
+    return make
+
+
+def _one_plans(rank: int, wrap: Wrap, folder: str) -> None:
     with process_group(rank, 2, folder):
-        mesh = init_device_mesh("cpu", (2,))
+        make = _maker(wrap)
         model = make()
         plain = train(model, plain_step(model)(None), nullcontext(), 4)
         model = make()
@@ -132,14 +139,8 @@ def _checkpoint(model: nn.Module, numbers: Iterable[int]) -> None:
 
 
 def _all_plan(rank: int, wrap: Wrap, folder: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    def make() -> nn.Module:
-        model = Llama()
-        return wrap(model, mesh) or model
-
     with process_group(rank, 2, folder):
-        mesh = init_device_mesh("cpu", (2,))
+        make = _maker(wrap)
         model = make()
         plain = train(model, plain_step(model)(None), nullcontext(), STEPS)
         model, counts = make(), list[int]()
