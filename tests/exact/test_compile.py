@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor import config as inductor_config
 
+from support.compiled import own_compiler
 from support.engine import engine
 from support.exactness import adamw, assert_bit_equal, assert_through_file, run_training
 from support.gpt import Block, GPTConfig
@@ -64,12 +64,8 @@ def _compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_compiler(_compiled_code: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cache of compiled code that starts empty, and no pool of compiling processes that outlives the tests."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(_compiled_code))
-    torch.compiler.reset()
-    with inductor_config.patch(compile_threads=1):
+    with own_compiler(_compiled_code, monkeypatch):
         yield
-    torch.compiler.reset()
 
 
 def _step(compiled: nn.Module, shape: tuple[int, ...], offload: Offloader | None = None) -> tuple[Tensor, Tensor]:

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from io_backends import Store
+from support.compiled import own_compiler
 from support.exactness import assert_bit_equal, run_training
 from support.zoo import FAMILIES
 from tba import ClosedError, CompileBackend, OffloadConfig, OffloadStats
@@ -43,11 +43,8 @@ def _compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_compiler(_compiled_code: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(_compiled_code))
-    torch.compiler.reset()
-    with inductor_config.patch(compile_threads=1):
+    with own_compiler(_compiled_code, monkeypatch):
         yield
-    torch.compiler.reset()
 
 
 @contextmanager
