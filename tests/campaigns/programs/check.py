@@ -8,6 +8,7 @@ may notice it too or already have the bytes stored.
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -134,17 +135,15 @@ class ShortCollections:
     Imported modules stay, and PyTorch goes on importing as it is used; frozen, collections need not look through them.
     """
 
-    _AT = (0, 3, 10, 30, 100, 300)
-
     def __init__(self) -> None:
-        self._count = 0
+        self._modules = 0
 
     def before_a_program(self) -> None:
-        """Freeze what there is, ahead of the first programs and then ever more rarely."""
-        if self._count in self._AT:
+        """Freeze what there is, if modules were imported since the last time."""
+        if len(sys.modules) != self._modules:
             gc.collect()
             gc.freeze()
-        self._count += 1
+            self._modules = len(sys.modules)
 
 
 def outcomes(program: list[Instruction], machine: Machine) -> list[Outcome]:

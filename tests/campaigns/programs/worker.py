@@ -115,7 +115,7 @@ def _after(case: Case, done: int, struck_in: list[str], offload: Offloader, devi
     return "", left
 
 
-def search(seed: int, directory: Path, device: torch.device) -> dict[str, Any]:
+def search(seed: int, directory: Path, device: torch.device, collections: ShortCollections) -> dict[str, Any]:
     """Run the batch of a seed; return how many cases there were by way and verdict, and the smallest that failed."""
     counts, failed = Counter[tuple[str, str]](), dict[str, str]()
 
@@ -129,6 +129,7 @@ def search(seed: int, directory: Path, device: torch.device) -> dict[str, Any]:
     )
     @hypothesis.given(cases_of(device))
     def batch(case: Case) -> None:
+        collections.before_a_program()
         verdict, detail = run_case(case, directory, device)
         if not failed:  # once one has failed, smaller ones are tried
             counts[case.way if case.place < 0 else "interrupted", verdict] += 1
@@ -155,11 +156,10 @@ class Worker:
 
     def answer(self, seed: int, tell: Tell) -> dict[str, Any]:
         """Search the batch of a seed."""
-        self._collections.before_a_program()
         shuffle(self._device, seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return search(seed, self._directory, self._device)
+            return search(seed, self._directory, self._device, self._collections)
 
 
 if __name__ == "__main__":
