@@ -99,8 +99,9 @@ def _after(case: Case, done: int, struck_in: list[str], offload: Offloader, devi
     while private.top_hooks(True) is not None:
         private.pop_hooks()
         left += 1
-    # As a `with` statement over the program's own hooks begins to end, PyTorch leaves them on, too.
-    if left and struck_in not in (["__exit__"], ["_pop"]):
+    # As a `with` statement over the program's own hooks begins to end, PyTorch leaves them on, too; its `checkpoint`
+    # also does while it throws an error into the generator that holds the statement.
+    if left and struck_in not in (["__exit__"], ["_pop"], ["checkpoint"]):
         return f"{left} pairs of hooks are left on the stack, struck in {struck_in}", 0
     # A backward that failed leaves its queue and our handler until the next has ended, as PyTorch does.
     with offload:
