@@ -20,7 +20,7 @@ from ._processes.arms import Spec
 from ._processes.device import CPU, DEVICES, Device
 from ._processes.measure import count_saved_bytes, measure
 from ._report.bar import Bar, bar_table
-from ._report.curve import curve_bars, curve_table, plan_bars
+from ._report.curve import curve_bars, curve_table, faster_bar, plan_bars
 from ._report.environment import environment_block
 from ._report.options import OUT, Out, Quick, Threads, check_names, parse_rate
 from ._report.options import Device as DeviceName
@@ -43,7 +43,7 @@ class Arm:
         tier: of tba; None trains without it.
         settings: fields of `OffloadConfig`.
         shares: fields of `OffloadConfig` that are bytes, as shares of the bytes that a plain step saves.
-        rate_bytes_per_s: limit of the link, for each direction.
+        rate_bytes_per_s: limit of the link to files, for each direction.
         families: that have this arm; if empty, all.
         one_batch: whether it is measured at one batch only, the family's own or the next smaller one. The processes of
             all arms are alive at once, and each holds what its largest step took.
@@ -80,6 +80,7 @@ class Set:
         batch: in examples; None: each family's own.
         layers: of each model; None: its own number.
         settings: fields of `OffloadConfig` for every arm of tba.
+        link_bytes_per_s: bandwidth between a simulated device and the host, each way; None for no limit.
         warm_up: steps before the timed ones: two that are watched, three by a plan, three by a rival.
         rounds: timed steps of each arm.
         starts: sets of processes that these steps are spread over.
@@ -92,6 +93,7 @@ class Set:
     batch: int | None = None
     layers: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    link_bytes_per_s: float | None = None
     warm_up: int = 9
     rounds: int = 6
     starts: int = 1
@@ -147,6 +149,11 @@ _PEERS = (
 _LINKS = (50e6, 100e6, 200e6, 400e6, None)
 _WIDE = "nvme, 14% held back"
 _FITS = 1.1  # a budget that everything fits: nothing may move
+# Host memory for a fifth of what a plain step saves, so that a plan needs the file too.
+_TWO_LINKS = tuple(
+    Arm(name=f"auto {share:.2f}, two links", tier="auto", shares={"memory_budget": share, "cpu_budget": 0.2})
+    for share in (0.25, 0.4, 0.55)
+)
 
 SETS: Mapping[str, Set] = {
     # Recompute, offload, keep.
@@ -185,6 +192,12 @@ SETS: Mapping[str, Set] = {
         layers=8,
         warm_up=2,
     ),
+    # A device with two links, against all in host memory, all in files, and full checkpointing.
+    "two-links": Set(
+        arms=(_PLAIN, _PEERS[0], _nvme(), Arm(name="cpu", tier="cpu"), *_TWO_LINKS),
+        few=(PLAIN, CHECKPOINT, NVME, "cpu", _TWO_LINKS[1].name),
+        families=("gpt",),
+    ),
     # Links from slow to unlimited.
     "links": Set(
         arms=(_PLAIN, *map(_nvme, _LINKS), *(_auto(0.4, rate) for rate in _LINKS)),
@@ -203,7 +216,10 @@ def curve(
     batch: Annotated[list[float] | None, typer.Option(help="Multiples of the set's batch (default: its own).")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds of each arm (default: the set's).")] = None,
     starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: the set's).")] = None,
-    rate: Annotated[str | None, typer.Option(help="Limit each link to this rate, such as 100MB (a second).")] = None,
+    rate: Annotated[str | None, typer.Option(help="Limit each link to files to this rate, such as 100MB/s.")] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Give a simulated device this link to the host, such as 2GB/s.")
+    ] = None,
     threads: Threads = 2,
     device: DeviceName = "cpu",
     out: Out = OUT,
@@ -221,6 +237,11 @@ def curve(
         limit = parse_rate(rate)
         chosen = chosen.limited(limit)
         parts.append(f"{limit / 1e6:.0f}MBps")
+    if link is not None:
+        if device != "simulated":
+            raise typer.BadParameter("--link is of a simulated device: name it with --device simulated")
+        chosen = replace(chosen, link_bytes_per_s=parse_rate(link))
+        parts.append(f"link{parse_rate(link) / 1e6:.0f}MBps")
     given = {"families": family, "scales": batch, "rounds": rounds, "starts": starts}
     chosen = replace(chosen, **{name: value for name, value in given.items() if value})
     return _run("-".join(parts), chosen, threads, out, here)
@@ -267,7 +288,12 @@ def _measure(
     chosen: Set, family: str, batch: int, threads: int, here: Device, *, every: bool
 ) -> tuple[dict[str, Measured], list[Bar], int]:
     """Measure one family at one batch; return its arms, their bars, and the bytes that a plain step saves."""
-    options = {"family": family, "batch": batch, "layers": chosen.layers}
+    options = {
+        "family": family,
+        "batch": batch,
+        "layers": chosen.layers,
+        "link_bytes_per_s": chosen.link_bytes_per_s,
+    }
     saved_bytes = count_saved_bytes({**options, "settings": chosen.settings}, threads, here)
     specs = make_specs(chosen, options, saved_bytes, threads, here, every=every)
     turns = {"rounds": chosen.rounds, "warm_up": chosen.warm_up, "starts": chosen.starts, "apart": here.apart}
@@ -304,6 +330,9 @@ def budget_bars(where: str, arms: Mapping[str, Measured], chosen: Set) -> list[B
             bars.append(Bar(what=f"{where}: {name}, which fits: moved", measured=nbytes, limit=0, unit=" bytes"))
         elif share:
             bars += plan_bars(f"{where}: {name}", arms[name].moved)
+    for arm in _TWO_LINKS:
+        if arm.name in arms:
+            bars += [faster_bar(where, arms[arm.name], arms[other]) for other in ("cpu", NVME, CHECKPOINT)]
     return bars
 
 

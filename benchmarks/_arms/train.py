@@ -33,6 +33,8 @@ class Options:
     tier: str | None = None
     """The tier of `offload_context`; None trains without it."""
     device: str = "cpu"
+    link_bytes_per_s: float | None = None
+    """Bandwidth between a simulated device and the host, each way; None for no limit."""
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `OffloadConfig`."""
@@ -61,7 +63,7 @@ class TrainArm:
 
     def __init__(self, raw: Mapping[str, Any], tell: Tell) -> None:
         self.options: Any = self.options_class(**raw)
-        self.device = open_device(self.options.device)
+        self.device = open_device(self.options.device, self.options.link_bytes_per_s)
         self.card = None if self.device.type == "cpu" else module_of(self.device.type)
         self._prepare_torch()
         torch.manual_seed(self.options.seed)

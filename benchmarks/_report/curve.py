@@ -37,10 +37,15 @@ def curve_bars(where: str, arms: Mapping[str, Measured], peers: Sequence[str], o
             what = f"{where}: peak of {lowest.name}, our lowest / {name}"
             bars.append(Bar(what=what, measured=memory_share(lowest, peer), limit=_NO_HIGHER))
             continue
-        found = ratios(peer.wall_s, best.wall_s)
-        what, off = f"{where}: throughput of {best.name} / {name}, at no higher peak", doubt(found)
-        bars.append(Bar(what=what, measured=median(found), limit=1.0, sign=">=", spread=off, noise=off))
+        bars.append(faster_bar(where, best, peer, ", at no higher peak"))
     return bars
+
+
+def faster_bar(where: str, arm: Measured, other: Measured, suffix: str = "") -> Bar:
+    """Compare the throughput of two arms; a tie within doubt counts as met."""
+    found = ratios(other.wall_s, arm.wall_s)
+    what, off = f"{where}: throughput of {arm.name} / {other.name}{suffix}", doubt(found)
+    return Bar(what=what, measured=median(found), limit=1.0, sign=">=", spread=off, noise=off)
 
 
 def plan_bars(what: str, moved: Mapping[str, float]) -> list[Bar]:

@@ -20,10 +20,17 @@ def module_of(kind: str) -> Any:
     return torch.get_device_module(kind)
 
 
-def open_device(kind: str) -> torch.device:
-    """Return the device of a kind on which this process computes."""
+def open_device(kind: str, link_bytes_per_s: float | None = None) -> torch.device:
+    """Return the device of a kind on which this process computes.
+
+    `link_bytes_per_s`: bandwidth between a simulated device and the host, each way; None for no limit.
+    """
     if kind != "cpu":
         module_of(kind)
+    if link_bytes_per_s is not None:
+        from tests.support import accelerator
+
+        accelerator.configure(in_bytes_per_s=link_bytes_per_s, out_bytes_per_s=link_bytes_per_s)
     return torch.device(kind)
 
 

@@ -161,6 +161,16 @@ def test_step_on_a_simulated_card_counts_its_memory(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("simulated")
+def test_a_plan_of_a_simulated_card_uses_host_memory_and_files(tmp_path: Path) -> None:
+    set_of_arms = ("--arms", "two-links", "--rate", "200MB/s", "--link", "2GB/s")
+    found = quick("curve", tmp_path, *set_of_arms, "--device", "simulated", "--out", str(tmp_path))
+    [arms] = (batch["arms"] for family in found["families"].values() for batch in family.values())
+    assert arms.keys() == {"plain", "checkpoint", "nvme", "cpu", "auto 0.40, two links"}
+    assert arms["cpu"]["moved"]["written_bytes"] > arms["auto 0.40, two links"]["moved"]["written_bytes"] > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("simulated")
 def test_links_of_a_simulated_card_are_measured(tmp_path: Path) -> None:
     done = subprocess.run(
         [
