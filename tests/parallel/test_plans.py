@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,20 @@ from torch.utils.checkpoint import checkpoint
 from support.engine import give_up_soon
 from support.exactness import assert_bit_equal
 from support.parallel import sequence_parallel, tensor_parallel, with_dtensor_outputs
-from support.ranks import BLOCKS, Block, Llama, Step, batch, loss_of, plain_step, process_group, start, train
+from support.ranks import (
+    BLOCKS,
+    Attention,
+    Block,
+    FeedForward,
+    Llama,
+    Step,
+    batch,
+    loss_of,
+    plain_step,
+    process_group,
+    start,
+    train,
+)
 from tba import Offloader, OffloadError, attach, offload_context
 from tba._blocks.communication import Communication
 
@@ -35,13 +48,17 @@ def _ddp(model: nn.Module, _: Any) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
-def _fsdp1(model: nn.Module, _: Any) -> nn.Module:
+def _fsdp1(model: nn.Module, _: Any, *, around: Collection[type[nn.Module]] = (Block,)) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu")
+        model, auto_wrap_policy=ModuleWrapPolicy(around), use_orig_params=True, device_id=torch.device("cpu")
     )
+
+
+def _parts_in_fsdp1(model: nn.Module, mesh: Any) -> nn.Module:
+    return _fsdp1(model, mesh, around=(Attention, FeedForward))
 
 
 def _blocks_sharded(model: nn.Module, mesh: Any) -> None:
@@ -55,7 +72,8 @@ def _parts_of_blocks_sharded(model: nn.Module, mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block.feed_forward, mesh=mesh)  # gathered and scattered in the block's forward
+        for part in (block.attention, block.feed_forward):  # gathered and scattered in the block's forward
+            fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
@@ -64,6 +82,7 @@ WRAPS: dict[Wrap, bool] = {  # whether a block that is wrapped so may recompute 
     _fsdp1: True,
     _blocks_sharded: True,
     _parts_of_blocks_sharded: False,
+    _parts_in_fsdp1: False,
     tensor_parallel: False,
     with_dtensor_outputs: False,
     sequence_parallel: False,
@@ -154,9 +173,6 @@ def _all_plan(rank: int, wrap: Wrap, folder: str) -> None:
         plans: list[Any] = [None, None]
         dist.all_gather_object(plans, (plan.recomputed, plan.agreed))
         assert plans[0] == plans[1]
-        if wrap is _parts_of_blocks_sharded:
-            assert not plan.recomputed
-            return
         assert 0 < len(plan.recomputed) < BLOCKS
         assert plan.agreed in str(plan)
         assert plan.agreed.startswith(
