@@ -60,7 +60,9 @@ def plan_command(
     ] = None,
     optimizer: Annotated[str, typer.Option(help=_ABOUT_OPTIMIZERS)] = "adamw",
     shards: Annotated[int, typer.Option(min=1, help="GPUs that share weights, gradients and states (FSDP).")] = 1,
-    ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks that share the node's disk (and, on a CPU, memory).")] = 1,
+    ranks_per_node: Annotated[
+        int, typer.Option(min=1, help="Ranks that share the node's disk (and, on a CPU, memory).")
+    ] = 1,
     memory_budget: Annotated[
         str | None, typer.Option(help='Budget of saved tensors, such as "8GiB". Default: all free memory.')
     ] = None,
