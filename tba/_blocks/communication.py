@@ -2,8 +2,8 @@
 
 A block with a collective inside that runs again on one rank alone would meet, in backward, whatever its peers exchange
 next: where the shapes are equal, gradients are wrong and nothing raises. So a block that communicates is tried and
-recomputed only together with all ranks that it exchanges data with (`_group`); one whose parts have hooks that gather
-weights never is, as they communicate in one run and not in another.
+recomputed only together with all ranks that it exchanges data with (`_group`). So is one whose parts have hooks that
+gather weights (`_state.gathered`), whether they do so in one run or not: in another they may.
 
 Process groups count the operations that they have begun: those of Gloo all, those of NCCL but for sends and receives,
 which are seen where Python calls them. Unseen stays what goes around `torch.distributed`'s groups (symmetric memory,
@@ -18,19 +18,17 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from torch import nn
-
 from .._torch.private import process_groups, ranks_of
 
 _POINT_TO_POINT = ("send", "recv", "recv_anysource")
-_FSDP = ("FSDPModule", "FullyShardedDataParallel")  # of version 2 and 1; neither need be imported
 
 
 class Communication:
     """A region, and what it exchanges with other ranks.
 
     Attributes:
-        counts: operations that each group has begun in it, on each kind of device; 0 of a backend that does not count.
+        counts: operations that each group of several ranks has begun in it, on each kind of device; 0 of a backend that
+            does not count.
         ranks: those in the groups that have begun any.
         sent: whether Python has called for a send or a receive.
         untold: a backend does not count.
@@ -79,13 +77,6 @@ def _begun() -> list[tuple[Any, int | None]]:
             except (RuntimeError, AttributeError):
                 counts.append((group, None))
     return counts
-
-
-def gathers(module: nn.Module) -> bool:
-    """Whether hooks inside of a module gather weights: of DeepSpeed's ZeRO-3, or of FSDP around its parts."""
-    parts = [part for part in module.modules() if part is not module]
-    sharded = any(kind.__name__ in _FSDP for part in parts for kind in type(part).__mro__)
-    return sharded or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 class _Watched:

@@ -77,10 +77,10 @@ def recompute(
     steps_aside(twice.pack)
     with torch.autograd.graph.saved_tensors_hooks(twice.pack, twice.unpack), Communication() as communication:
         out = forward(*args, **kwargs)
-    joint = together is not None and communication.possible
-    if joint and not communication.is_among(together or frozenset()):
+    if together is not None and not communication.is_among(together):
         raise OffloadError(_cannot(module, "it communicates with ranks that have not agreed to that"))
-    again = twice.settle(stays=watched or (communication.possible and not joint), joint=joint)
+    alone = together is None and communication.possible
+    again = twice.settle(stays=watched or alone, joint=together is not None)
     return out, twice if again else None
 
 

@@ -8,8 +8,9 @@ saved tensors are, and compared with those of a second run, at the point where a
 what the first one found, and leaves no trace. The step itself does not depend on it.
 
 A block that communicates runs a second time only if all ranks that it exchanges data with vote for it (`Ballot`): then
-each of them has come to the same point of the same backward, and their collectives meet. Assumption: where a second run
-raises, or exchanges other data than the first, it does so on all of them.
+each of them has come to the same point of the same backward, and their collectives meet. So does one whose parts gather
+weights, which its second run may find gathered. Assumption: where a second run raises, or exchanges other data than the
+first, it does so on all of them.
 
 It is the same if outputs are equal bit for bit and it saves tensors of the same shapes in the same order. The graph
 that backward goes through is that of the first run, the program's own call; a second run gives saved values alone.
@@ -30,11 +31,12 @@ from io_backends import interrupts
 from .._errors import OffloadError
 from .._group.agreement import Ballot
 from .._state.found import Found, fingerprint
+from .._state.gathered import gathers
 from .._torch import modes
 from .._torch.hook_stack import steps_aside
 from .._torch.private import innermost, tree_leaves
 from .call import Call, as_saved, same, shape
-from .communication import Communication, gathers
+from .communication import Communication
 from .timeline import Stopwatch
 
 
@@ -76,6 +78,7 @@ class Trial:
     ) -> None:
         self.verdict: Verdict | None = None
         self.joint = False
+        self._gathers = False  # its parts do, weights
         self._ballot = ballot  # until it was used
         self._module = module
         self._forward = forward
@@ -93,7 +96,8 @@ class Trial:
             found = Found.of(self._module, self._forward, args, kwargs)
             if not found.unseen:
                 call = Call(self._module, args, kwargs, found)
-                weights = fingerprint(list(self._module.parameters()))
+                self._gathers = gathers(self._module)
+                weights = self._weights()
         if found.unseen:
             self._tell(found.unseen)
             return self._forward(*args, **kwargs)
@@ -111,11 +115,10 @@ class Trial:
         made = (each for each in reversed(outputs) if each.requires_grad and not each.is_leaf and id(each) not in given)
         last = next(made, None)
         with self._apart():
+            exchanges = communication.possible or (self._gathers and bool(communication.counts))
             if last is None:
                 self._tell("its output needs no gradient")
-            elif gathers(self._module):
-                self._tell("its parts gather weights from other ranks")
-            elif communication.possible and not self._is_joint(communication):
+            elif exchanges and not self._is_joint(communication):
                 self._tell("it communicates with other ranks, which have not agreed to repeat that")
             elif any(
                 part.layout is not torch.strided or part.is_nested for each in outputs for part in innermost(each)
@@ -123,12 +126,12 @@ class Trial:
                 self._tell("it returns a sparse or nested tensor, which is not compared")
             elif change := call.change():
                 self._tell(f"it changes {change}")
-            elif not all(map(torch.equal, weights, fingerprint(list(self._module.parameters())))):
+            elif not all(map(torch.equal, weights, self._weights())):
                 self._tell("it changes its weights")
             else:
                 call.keep(self._keep)
                 call.end()
-                self.joint = communication.possible
+                self.joint = exchanges
                 # What DTensors wrap is saved by the next block as a tensor of its own, which would find the record of
                 # the output here, or not, depending on whether that has been copied: copies have other records.
                 own = (each.detach().clone() if self.joint else each for each in outputs)
@@ -137,6 +140,9 @@ class Trial:
                 # After all hooks of the tensor: those of FSDP gather the weights that the second run needs.
                 last.grad_fn.register_prehook(lambda _: self._try(first))  # type: ignore[union-attr]
         return out
+
+    def _weights(self) -> list[Tensor]:
+        return [] if self._gathers else fingerprint(list(self._module.parameters()))  # some may be gathered, or not
 
     def _is_joint(self, communication: Communication) -> bool:
         return self._ballot is not None and communication.is_among(self._ballot.members)
@@ -176,7 +182,8 @@ class Trial:
         after = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if change := first.call.found.block.change():
             return f"its second run changes {change}", None
-        if sum(communication.counts) != sum(first.counts) or (communication.possible and not self.joint):
+        differs = sum(communication.counts) != sum(first.counts) and not self._gathers
+        if differs or (communication.possible and not self.joint):
             return "its second run communicates otherwise with other ranks", None
         if first.saved != again.shapes:
             return "its second run saves other tensors", None

@@ -107,8 +107,9 @@ class Forecast:
 
     @property
     def written_bytes_per_day(self) -> float:
-        """Bytes written in a day of continuous steps."""
-        return self.plan.predicted.moved_bytes / self.step_s(self.plan) * _DAY_S
+        """Bytes written in a day of continuous steps, by all ranks that share the SSDs."""
+        ranks = 1 if self.disk is None else self.disk.ranks
+        return ranks * self.plan.predicted.moved_bytes / self.step_s(self.plan) * _DAY_S
 
     @property
     def years(self) -> float | None:
@@ -129,6 +130,7 @@ class Forecast:
             "batch": self.observed.batch,
             "device": self.device.name,
             "disk": None if self.disk is None else self.disk.name,
+            "disk_ranks": None if self.disk is None else self.disk.ranks,
             "shards": self.shards,
             "optimizer": self.optimizer,
             "memory_bytes": {

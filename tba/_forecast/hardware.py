@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,9 +58,10 @@ class Disk:
     """One SSD, or several equal ones, striped.
 
     Attributes:
-        write_bytes_per_s, read_bytes_per_s: sustained rates of all together.
+        write_bytes_per_s, read_bytes_per_s: sustained rates of all together, for each rank.
         endurance_bytes: that all together may be written, by the vendor's warranty; None: unknown.
         source: of the figures.
+        ranks: that share them, and move as much at the same time.
     """
 
     name: str
@@ -69,6 +70,12 @@ class Disk:
     endurance_bytes: float | None
     source: str
     count: int = 1
+    ranks: int = 1
+
+    def shared(self, ranks: int) -> Disk:
+        """Return what each of so many ranks of a node has of them."""
+        write, read = self.write_bytes_per_s / ranks, self.read_bytes_per_s / ranks
+        return replace(self, write_bytes_per_s=write, read_bytes_per_s=read, ranks=ranks)
 
     def years(self, bytes_per_day: float) -> float | None:
         """Years until the endurance is used up; None if nothing is written, or it is unknown."""

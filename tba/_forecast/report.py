@@ -27,6 +27,8 @@ def _took(found: Forecast, name: str) -> str:
     batch = " x ".join(f"{each:,}" for each in seen.batch) + (" tokens" if seen.tokens else "")
     shards = f", {found.shards} shards" if found.shards > 1 else ""
     disk = "no disk" if found.disk is None else found.disk.name
+    if found.disk is not None and found.disk.ranks > 1:
+        disk += f" for {found.disk.ranks} ranks"
     return (
         f"{name or seen.model}: {seen.model}, {_count(seen.parameters)} parameters, {seen.dtype}; batch {batch}; "
         f"{found.optimizer}{shards}; {found.device.name} with {size(found.device.memory_bytes)}, {disk}"

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 import compact
 import io_backends
@@ -41,6 +42,7 @@ _STANDARD = tuple(_folder(sysconfig.get_path(name)) for name in ("stdlib", "plat
 _PYTEST = os.path.join("", "_pytest", "")  # pytest rewrites assertions to call it
 _COMPILED = tuple(EXTENSION_SUFFIXES)
 
+_ENGINE = "deepspeed.runtime"  # its hooks gather weights and count where they are: nothing of a block's forward
 # Objects of these modules' classes are not the program's state.
 _STATELESS = frozenset(
     {
@@ -48,6 +50,7 @@ _STATELESS = frozenset(
         *DEVICE_MODULES,
         *("torch.utils.hooks", "tba", "io_backends", "compact", "logging", "_thread", "abc", "_abc"),
         *("typing", "re", "datetime", "decimal", "pathlib", "uuid", "importlib", "builtins"),
+        _ENGINE,
     }
 )
 # Built-in classes whose objects are state, besides those named "...iterator".
@@ -101,7 +104,7 @@ class Kind(NamedTuple):
         if found is None:
             stateless = _is_stateless(kind)
             hidden = not stateless and _is_hidden(kind)
-            found = _kinds[kind] = cls(_origin(kind), hidden, stateless, _slots(kind))
+            found = _kinds[kind] = cls(_origin(_made_from(kind)), hidden, stateless, _slots(kind))
         return found
 
 
@@ -116,8 +119,23 @@ def _origin(kind: type) -> Origin:
 def _is_stateless(kind: type) -> bool:
     if kind.__module__ == "builtins":
         return not (kind.__name__.endswith("iterator") or kind.__name__ in _GO_ON)
+    return _is_listed(_made_from(kind))
+
+
+def _made_from(kind: type) -> type:
+    """Give the class of the program's that `fully_shard` has made another from in its own name; else the class."""
+    made_from = next((each for each in kind.__mro__ if not _is_listed(each)), kind)
+    return made_from if issubclass(made_from, nn.Module) and made_from is not nn.Module else kind
+
+
+def _is_listed(kind: type) -> bool:
     parts = str(kind.__module__).split(".")
     return any(".".join(parts[:length]) in _STATELESS for length in range(1, len(parts) + 1))
+
+
+def is_engine(module: str | None) -> bool:
+    """Whether a Python module belongs to what gathers weights, by its name."""
+    return str(module).startswith(_ENGINE)
 
 
 def _is_hidden(kind: type) -> bool:

@@ -50,6 +50,7 @@ from torch import Tensor, nn
 
 from .._torch.weights import is_parameter
 from .code import names_of
+from .gathered import gathers, notes
 from .generators import generator
 from .holders import (
     MISSING,
@@ -72,7 +73,7 @@ from .holders import (
     Tensors,
     cell_contents,
 )
-from .origins import OURS, Kind, is_compiled, of_file, of_module
+from .origins import OURS, Kind, is_compiled, is_engine, of_file, of_module
 
 _MOST = 50_000  # objects that are walked through
 
@@ -141,6 +142,7 @@ class Reach:
         self._modules: set[tuple[int, int]] = set()
         self._stack: list[tuple[Any, str, bool]] = []
         self._later: list[tuple[Any, str, bool]] = []  # what libraries lead to
+        self._gathers = False  # hooks within the block exchange its weights
 
     @property
     def unseen(self) -> str:
@@ -150,6 +152,7 @@ class Reach:
         """Walk from `roots`, and from a `block` without its own hooks, but not from `but`; returns itself."""
         self._seen.update((id(each), each) for each in but)
         if block is not None:
+            self._gathers = gathers(block)
             self._seen[id(block)] = block
             self._object(block, block=True)
         for root in roots:
@@ -218,6 +221,9 @@ class Reach:
             self._hold(state)
         elif not Kind.of(kind).stateless:
             self._object(value, name, library=library)
+        elif isinstance(value, nn.Module) and kind.__module__.startswith("torch.distributed"):
+            for part in value._modules.values():  # the program's own, in a wrapper
+                meet(part, name, library)
 
     def _container(self, value: Any, name: str, library: bool) -> None:
         """Walk on to what a container has; from one of a class of its own, to its attributes too."""
@@ -261,7 +267,7 @@ class Reach:
             self.weights.append(tensor)
         elif not _is_weight(tensor):
             self._hold(Tensors(tensor, name or "a tensor"))
-        if getattr(tensor, "__dict__", None):
+        if getattr(tensor, "__dict__", None) and not hasattr(tensor, "ds_id"):  # else what it has is ZeRO-3's
             self._meet(vars(tensor), name, False)
 
     def _numbers(self, value: Any, name: str, library: bool) -> None:
@@ -295,14 +301,16 @@ class Reach:
 
     def _module_object(self, module: nn.Module, library: bool, *, block: bool) -> None:
         held, name = vars(module), type(module).__name__
-        # A forward that the engine has put there, and views that FSDP gathers anew, are not the program's.
-        apart = frozenset(("forward", *_OTHER_HOOKS, *(_HOOKS if block else ()), *_weights(held)))
+        parameters: Any = held.get("_parameters")
+        plain = type(parameters) is dict or (self._gathers and isinstance(parameters, dict))  # ZeRO-3 has its own
+        # A forward that the engine has put there, and weights that hooks gather anew, are not the program's.
+        gathered = (*_weights(held), *(dict.keys(parameters) if plain and self._gathers else ()))
+        apart = frozenset(("forward", *_OTHER_HOOKS, *(_HOOKS if block else ()), *gathered, *notes(held)))
         self._hold(Module(weakref.ref(module), name, apart))
-        parameters = held.get("_parameters")
-        if type(parameters) is dict and id(parameters) not in self._seen:
+        if plain and id(parameters) not in self._seen:
             self._seen[id(parameters)] = parameters
-            self._hold(Parameters(parameters, name, frozenset(_weights(parameters))))
-            for each in parameters.values():
+            self._hold(Parameters(parameters, name, frozenset((*gathered, *_weights(parameters)))))
+            for each in dict.values(parameters):
                 self._meet(each, "", library)
         for key, each in held.items():
             if key not in apart or (key == "forward" and not is_ours(each)):
@@ -331,7 +339,7 @@ class Reach:
 
     def _function(self, function: FunctionType) -> None:
         code, origin = function.__code__, of_file(function.__code__.co_filename)
-        if code.co_filename.startswith(OURS):
+        if code.co_filename.startswith(OURS) or is_engine(function.__module__):
             return
         library = origin != "program"
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any
 
@@ -59,6 +60,9 @@ def plan_command(
     ] = None,
     optimizer: Annotated[str, typer.Option(help=_ABOUT_OPTIMIZERS)] = "adamw",
     shards: Annotated[int, typer.Option(min=1, help="GPUs that share weights, gradients and states (FSDP).")] = 1,
+    ranks_per_node: Annotated[
+        int, typer.Option(min=1, help="Ranks that share the node's disk (and, on a CPU, memory).")
+    ] = 1,
     memory_budget: Annotated[
         str | None, typer.Option(help='Budget of saved tensors, such as "8GiB". Default: all free memory.')
     ] = None,
@@ -75,7 +79,11 @@ def plan_command(
     """
     with refusing("tba plan"):
         drives = disk_named(disk)
+        if drives is not None:
+            drives = drives.shared(ranks_per_node)
         machine = measure_here() if device == "here" else device_named(device)
+        if not machine.like_cuda:
+            machine = replace(machine, memory_bytes=machine.memory_bytes // ranks_per_node)
         budget_bytes = None
         if memory_budget is not None:
             budget_bytes = OffloadConfig(tier="auto", memory_budget=memory_budget).memory_budget

@@ -38,6 +38,7 @@ ROWS = {
     "parallel:ddp": 2,
     "parallel:fsdp1": 2,
     "parallel:fsdp2": 2,
+    "parallel:fsdp2_offloads": 2,
     "parallel:tensor": 2,
     "parallel:sequence": 2,
     "parallel:tensor_fsdp2": 4,

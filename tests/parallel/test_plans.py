@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,28 +20,43 @@ from torch.utils.checkpoint import checkpoint
 
 from support.engine import give_up_soon
 from support.exactness import assert_bit_equal
-from support.parallel import sequence_parallel, tensor_parallel, with_dtensor_outputs
-from support.ranks import BLOCKS, Block, Llama, Step, batch, loss_of, plain_step, process_group, start, train
+from support.parallel import Wrap, maker, parts_sharded, sequence_parallel, tensor_parallel, with_dtensor_outputs
+from support.ranks import (
+    BLOCKS,
+    Attention,
+    Block,
+    FeedForward,
+    Llama,
+    Step,
+    batch,
+    loss_of,
+    plain_step,
+    process_group,
+    start,
+    train,
+)
 from tba import Offloader, OffloadError, attach, offload_context
 from tba._blocks.communication import Communication
 
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
 
-Wrap = Callable[[nn.Module, Any], nn.Module | None]
-
 
 def _ddp(model: nn.Module, _: Any) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
-def _fsdp1(model: nn.Module, _: Any) -> nn.Module:
+def _fsdp1(model: nn.Module, _: Any, *, around: Collection[type[nn.Module]] = (Block,)) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu")
+        model, auto_wrap_policy=ModuleWrapPolicy(around), use_orig_params=True, device_id=torch.device("cpu")
     )
+
+
+def _parts_in_fsdp1(model: nn.Module, mesh: Any) -> nn.Module:
+    return _fsdp1(model, mesh, around=(Attention, FeedForward))
 
 
 def _blocks_sharded(model: nn.Module, mesh: Any) -> None:
@@ -51,19 +66,12 @@ def _blocks_sharded(model: nn.Module, mesh: Any) -> None:
         fully_shard(block, mesh=mesh)
 
 
-def _parts_of_blocks_sharded(model: nn.Module, mesh: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block.feed_forward, mesh=mesh)  # gathered and scattered in the block's forward
-    fully_shard(model, mesh=mesh)
-
-
 WRAPS: dict[Wrap, bool] = {  # whether a block that is wrapped so may recompute on one rank alone
     _ddp: True,
     _fsdp1: True,
     _blocks_sharded: True,
-    _parts_of_blocks_sharded: False,
+    parts_sharded: False,
+    _parts_in_fsdp1: False,
     tensor_parallel: False,
     with_dtensor_outputs: False,
     sequence_parallel: False,
@@ -79,22 +87,9 @@ def _settings(rank: int, folder: str, **settings: Any) -> dict[str, Any]:
     return {"min_tensor_bytes": 0, "storage_paths": folder, **own, **settings}
 
 
-def _maker(wrap: Wrap) -> Callable[[], nn.Module]:
-    """Return what makes a model over both ranks; within their process group."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2,))
-
-    def make() -> nn.Module:
-        model = Llama()
-        return wrap(model, mesh) or model
-
-    return make
-
-
 def _one_plans(rank: int, wrap: Wrap, folder: str) -> None:
     with process_group(rank, 2, folder):
-        make = _maker(wrap)
+        make = maker(wrap)
         model = make()
         plain = train(model, plain_step(model)(None), nullcontext(), 4)
         model = make()
@@ -140,7 +135,7 @@ def _checkpoint(model: nn.Module, numbers: Iterable[int]) -> None:
 
 def _all_plan(rank: int, wrap: Wrap, folder: str) -> None:
     with process_group(rank, 2, folder):
-        make = _maker(wrap)
+        make = maker(wrap)
         model = make()
         plain = train(model, plain_step(model)(None), nullcontext(), STEPS)
         model, counts = make(), list[int]()
@@ -154,9 +149,6 @@ def _all_plan(rank: int, wrap: Wrap, folder: str) -> None:
         plans: list[Any] = [None, None]
         dist.all_gather_object(plans, (plan.recomputed, plan.agreed))
         assert plans[0] == plans[1]
-        if wrap is _parts_of_blocks_sharded:
-            assert not plan.recomputed
-            return
         assert 0 < len(plan.recomputed) < BLOCKS
         assert plan.agreed in str(plan)
         assert plan.agreed.startswith(

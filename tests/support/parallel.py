@@ -136,3 +136,30 @@ def sequence_parallel(model: nn.Module, mesh: Any) -> None:
         plan |= {f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")}
         plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.o", "feed_forward.down")}
         parallelize_module(block, mesh, plan)
+
+
+def parts_sharded(model: nn.Module, mesh: Any) -> None:
+    """FSDP2 around attention and feed-forward: gathered and scattered within the block's forward."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:  # type: ignore[union-attr]
+        for part in (block.attention, block.feed_forward):
+            fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+# Spreads a model over a mesh; returns what is to be trained instead, if that is another.
+Wrap = Callable[[nn.Module, Any], nn.Module | None]
+
+
+def maker(wrap: Wrap) -> Callable[[], nn.Module]:
+    """Return what makes a model over both ranks; within their process group."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def make() -> nn.Module:
+        model = Llama()
+        return wrap(model, mesh) or model
+
+    return make

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -151,13 +152,19 @@ def innermost(tensor: Any) -> Iterator[Tensor]:
             yield from innermost(each)
 
 
-def start(main: Callable[..., None], folder: str, *arguments: Any, ranks: int) -> None:
-    """Run `main(rank, *arguments, folder)` in as many processes, to their end.
+def start(main: Callable[..., None], folder: str, *arguments: Any, ranks: int, limit_s: float | None = None) -> None:
+    """Run `main(rank, *arguments, folder)` in as many processes, to their end; past the limit they are killed.
 
     They are forked from a process that has imported what takes seconds to import, and done nothing else.
     """
     multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "tba"])
-    mp.start_processes(main, (*arguments, folder), nprocs=ranks, start_method="forkserver")
+    running = mp.start_processes(main, (*arguments, folder), nprocs=ranks, join=False, start_method="forkserver")
+    until_s = None if limit_s is None else time.monotonic() + limit_s
+    while not running.join(None if until_s is None else until_s - time.monotonic()):  # it returns at the end of each
+        if until_s is not None and time.monotonic() > until_s:
+            for process in running.processes:
+                process.kill()
+            raise TimeoutError(f"ranks were not through within {limit_s:g} s")
 
 
 @contextmanager

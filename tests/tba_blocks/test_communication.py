@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.ranks import process_group, start
+from support.ranks import mine, process_group, start
 from tba import OffloadError
 from tba._blocks import communication as communication_module
 from tba._blocks.communication import Communication
@@ -81,18 +81,43 @@ def test_each_exchange_is_seen_and_a_call_with_one_is_not_repeated(scratch: Path
     start(_two_ranks, str(scratch), ranks=2)
 
 
-class Sums(nn.Module):
-    """Sums over ranks what it computes; where it is told to count its calls, a call changes it."""
+class Counts(nn.Module):
+    """A layer; where it is told to count its calls, a call changes it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.counts, self.calls = nn.Linear(4, 4), False, 0
 
     def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.counts
+        return self.linear(x)
+
+
+class Sums(nn.Module):
+    """Sums over ranks what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Counts()
+
+    def forward(self, x: Tensor) -> Tensor:
         from torch.distributed.nn.functional import all_reduce
 
-        self.calls += self.counts
-        return torch.tanh(all_reduce(torch.tanh(self.linear(x))))
+        return torch.tanh(all_reduce(torch.tanh(self.part(x))))
+
+
+class Gathers(Sums):
+    """Has a part whose weights hooks gather from both ranks."""
+
+    def __init__(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__()
+        fully_shard(self.part, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.part(torch.tanh(x)))
 
 
 def _kept(tensor: Tensor) -> Tensor:
@@ -103,42 +128,43 @@ def _given(kept: Tensor) -> Tensor:
     return kept
 
 
-def _together(rank: int, folder: str) -> None:
+def _together(rank: int, kind: type[Sums], folder: str) -> None:
     with process_group(rank, 2, folder):
         torch.manual_seed(0)
-        block, both = Sums(), frozenset({0, 1})
-        x = torch.ones(3, 4) * (rank + 1)
+        block, both = kind(), frozenset({0, 1})
+        x = torch.full((3, 4), rank + 1.0, requires_grad=True)
         block(x).sum().backward()
-        plain = block.linear.weight.grad.clone()  # type: ignore[union-attr]
+        plain = mine(block.part.linear.weight.grad).clone()
         for one_keeps in (False, True):
             block.zero_grad()
-            block.counts = one_keeps and rank == 1  # so this rank keeps what it has saved
+            block.part.counts = one_keeps and rank == 1  # so this rank keeps what it has saved
             with Communication() as forward:
                 out, graph = recompute(block, block.forward, (x,), {}, _kept, _given, both)
             with Communication() as backward:
                 out.sum().backward()
-            assert (graph is None) == block.counts
-            assert block.calls == block.counts  # what the second call counts is undone
-            assert torch.equal(block.linear.weight.grad, plain)  # type: ignore[arg-type]
-            # Of the second call, and of its own: the other rank has as many.
+            assert (graph is None) == block.part.counts
+            assert block.part.calls == block.part.counts  # what the second call counts is undone
+            assert torch.equal(mine(block.part.linear.weight.grad), plain)
+            # One of the second call, or before it, and one of its own: the other rank has as many.
             assert sum(backward.counts) == 2 * sum(forward.counts)
         with pytest.raises(OffloadError, match="communicates with ranks that have not agreed"):
             recompute(block, block.forward, (x,), {}, _kept, _given, frozenset({rank}))
 
 
-def test_ranks_that_recompute_together_all_repeat_what_they_exchange(scratch: Path) -> None:
-    start(_together, str(scratch), ranks=2)
+@pytest.mark.parametrize("kind", [Sums, Gathers])
+def test_ranks_that_recompute_together_all_repeat_what_they_exchange(kind: type[Sums], scratch: Path) -> None:
+    start(_together, str(scratch), kind, ranks=2)
 
 
-def _one_refuses(rank: int, folder: str) -> None:
+def _one_refuses(rank: int, kind: type[Sums], folder: str) -> None:
     with process_group(rank, 2, folder):
         agreement = Agreement.of("Sums", 60.0)
         assert agreement is not None
         agreement.form(frozenset({0, 1}))
         verdicts = []
         for number, refuses in enumerate((False, True)):
-            block = Sums()
-            block.counts = refuses and rank == 1
+            block = kind()
+            block.part.counts = refuses and rank == 1
             trial = Trial(block, block.forward, _kept, _given, nullcontext, Ballot(agreement, str(number)))
             trial.call((torch.ones(3, 4, requires_grad=True) * 1.0,), {}).sum().backward()
             assert trial.verdict is not None
@@ -147,8 +173,9 @@ def _one_refuses(rank: int, folder: str) -> None:
         assert ("it changes" if rank == 1 else "one of which could not try it") in verdicts[1]
 
 
-def test_a_block_that_one_rank_cannot_try_is_tried_on_none(scratch: Path) -> None:
-    start(_one_refuses, str(scratch), ranks=2)
+@pytest.mark.parametrize("kind", [Sums, Gathers])
+def test_a_block_that_one_rank_cannot_try_is_tried_on_none(kind: type[Sums], scratch: Path) -> None:
+    start(_one_refuses, str(scratch), kind, ranks=2)
 
 
 def _one_rank_tries(rank: int, folder: str) -> None:

@@ -112,6 +112,16 @@ def test_shards_share_what_is_always_there_and_gather_blocks(seen: Observed) -> 
     assert four.training.work == one.training.work
 
 
+def test_ranks_of_a_node_share_its_disk_and_wear_it_out_together(seen: Observed) -> None:
+    assert GEN5 is not None
+    rates = {"write_bytes_per_s": GEN5.write_bytes_per_s / 4, "read_bytes_per_s": GEN5.read_bytes_per_s / 4}
+    one, four = (tight(seen, 0.6, replays=False, disk=each) for each in (replace(GEN5, **rates), GEN5.shared(4)))
+    assert four.plan.predicted == one.plan.predicted
+    assert four.written_bytes_per_day == pytest.approx(4 * one.written_bytes_per_day)
+    assert four.years == pytest.approx(one.years / 4)  # type: ignore[operator]
+    assert "gen5x1 for 4 ranks" in report(four)
+
+
 def small(memory_bytes: int) -> Device:
     return replace(CARD, name="small", memory_bytes=memory_bytes)
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, OffloadPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -89,13 +89,18 @@ def fsdp1(arm: Arm) -> None:
     train(arm, FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=cpu), rank=dist.get_rank())
 
 
-def fsdp2(arm: Arm) -> None:
+def fsdp2(arm: Arm, policy: OffloadPolicy = OffloadPolicy()) -> None:  # noqa: B008  # it is frozen
     """FSDP2 (fully_shard), 2 ranks"""
     model = llama()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in (*model.model.layers, model):
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, offload_policy=policy)
     train(arm, model, rank=dist.get_rank())
+
+
+def fsdp2_offloads(arm: Arm) -> None:
+    """FSDP2 with CPUOffloadPolicy, 2 ranks"""
+    fsdp2(arm, CPUOffloadPolicy(pin_memory=False))
 
 
 def tensor(arm: Arm) -> None:
