@@ -48,8 +48,8 @@ class Call:
         return ""
 
     def keep(self, keep: Callable[[Tensor], Any], *, positional: bool = False) -> None:
-        """Keep the tensors that it is given by `keep`; if `positional`, others than by position as they are."""
-        packs = [not positional or id(each) in self._positional for each in self.tensors]
+        """Keep the tensors that it is given by `keep`; if `positional`, of others only those that need a gradient."""
+        packs = [not positional or each.requires_grad or id(each) in self._positional for each in self.tensors]
         self._kept = [
             (keep(each) if packed else each, packed, each.requires_grad)
             for each, packed in zip(self.tensors, packs, strict=True)
