@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from io_backends import interrupts
 
 from .._blocks import find
+from .._blocks.call import kept_of
 from .._blocks.forwards import Forwards
 from .._blocks.recompute import recompute
 from .._blocks.shared_storages import AtHand
@@ -314,7 +315,7 @@ class Planner:
             return forward(*args, **kwargs)
         with self._lock:
             seen = self._seen()
-            visit = thread.block = seen.visit(module, self._at(seen), _kept_of(args, kwargs))
+            visit = thread.block = seen.visit(module, self._at(seen), kept_of(args, kwargs))
         thread.at_hand = AtHand((args, kwargs))
         out = None
         try:
@@ -335,7 +336,7 @@ class Planner:
             part = None  # ranks agree on whole blocks
         else:
             with self._lock:
-                part = seen.visit_part(block, module, self._at(seen), _kept_of(args, kwargs))
+                part = seen.visit_part(block, module, self._at(seen), kept_of(args, kwargs))
         if part is None or part in seen.ran:
             return forward(*args, **kwargs)
         thread.block = part
@@ -653,8 +654,3 @@ class Planner:
                 seen.aside_s += self._pace.at(seen) - since_s
                 if seen.timeline is not None:
                     seen.timeline.step_back(begun)
-
-
-def _kept_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """List the arguments that a block keeps where it recomputes (`Call.keep`)."""
-    return [*args, *(each for each in kwargs.values() if isinstance(each, Tensor) and each.requires_grad)]

@@ -81,6 +81,11 @@ class Call:
             yield _filled(self._values, tensors)
 
 
+def kept_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """List the arguments that a block keeps where it recomputes: those of `Call.keep`, and what is no tensor."""
+    return [*args, *(each for each in kwargs.values() if isinstance(each, Tensor) and each.requires_grad)]
+
+
 def shape(tensor: Tensor) -> tuple[Any, ...]:
     """Describe a saved tensor, for two calls to be compared by."""
     return tensor.dtype, *sizes(tensor)

@@ -127,11 +127,22 @@ def _best(facts: Facts, budget_bytes: int, *, moves: bool, recomputes: bool) -> 
         better = _rank(plan) < _rank(best)
         in_vain = 0 if better else in_vain + 1
         best = plan if better else best
-    if not moves or (best.fits and best.predicted.step_s <= enough_s):
-        return best
-    # A fixed rule may be the best there is: all moves, and forward waits for it; or nothing recomputes.
-    fixed = make(facts, budget_bytes, frozenset(facts.movable), frozenset())
-    return min(best, fixed, _moving_enough(facts, budget_bytes, frozenset(), moves=True), key=_rank)
+    others = [make(facts, budget_bytes, *each) for each in by_hand(facts, may) if moves or not each[0]]
+    if moves and not (best.fits and best.predicted.step_s <= enough_s):
+        others.append(_moving_enough(facts, budget_bytes, frozenset(), moves=True))
+    return min((best, *others), key=_rank)
+
+
+def by_hand(facts: Facts, may: Iterable[int]) -> list[tuple[frozenset[int], frozenset[int]]]:
+    """List what a user would do without a plan: what moves, and which of those that may recompute.
+
+    Everything moves; or all blocks recompute, every other one, parts of one kind, or all parts but one kind.
+    """
+    nothing, allowed = frozenset[int](), frozenset(may)
+    whole, *parts = facts.kinds.values()
+    without = [[number for other in parts if other is not alike for number in other] for alike in parts]
+    recomputed = dict.fromkeys(allowed.intersection(each) for each in (whole, whole[::2], *parts, *without))
+    return [(frozenset(facts.movable), nothing), *((nothing, each) for each in recomputed if each)]
 
 
 def _choices(

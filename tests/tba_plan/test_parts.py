@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.plans import MIB, layers, parted
 from support.samples import examples
 from tba._plan.facts import OUTSIDE, Facts
-from tba._plan.greedy import decide
+from tba._plan.greedy import by_hand, decide, make
 from tba._plan.plan import Plan
 from tba._plan.simulate import simulate
 
@@ -87,6 +89,35 @@ def test_parts_make_no_plan_slower(share: float, rate: float, attention: float, 
     if before.fits:
         assert plan.predicted.step_s <= 1.001 * before.predicted.step_s
         assert plan.bound_s <= plan.predicted.step_s
+
+
+def uneven(seed: int) -> tuple[Facts, int]:
+    """A step of blocks that differ in size and cost, and a budget."""
+    draw = Random(seed)
+    rate, input_bytes = draw.choice([2e9, 4e8, 2e8, 1e8, SLOW]), draw.choice([1, 2, 8]) * MIB
+    facts = layers(draw.choice([3, 8, 13]), 16, rate=rate, input_bytes=input_bytes)
+    saved = (replace(each, nbytes=int(draw.choice([0.1, 1, 3]) * each.nbytes)) for each in facts.saved)
+    blocks = (replace(each, replay_s=(each.replay_s or 0) * draw.choice([0.3, 1, 2])) for each in facts.blocks)
+    facts = replace(facts, saved=tuple(saved), blocks=tuple(blocks), read_ahead_bytes=draw.choice([4, 24, 200]) * MIB)
+    kinds = {"Attention": (0, 6, draw.uniform(0.1, 0.8)), "MLP": (6, 15, draw.uniform(0.1, 0.5))}
+    return parted(facts, kinds), int(draw.uniform(0.1, 0.95) * facts.saved_bytes)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.integers(0, 1000))
+@example(11)  # all blocks recompute
+@example(128)  # all MLPs do
+@example(134)  # all moves
+def test_no_plan_is_slower_than_what_a_user_does_by_hand(seed: int) -> None:
+    facts, budget = uneven(seed)
+    plan, hand = decide(facts, budget), by_hand(facts, range(len(facts.blocks)))
+    whole = range(len(facts.kinds[""]))
+    for recomputed in (whole, whole[::2], facts.kinds["MLP"]):
+        assert (frozenset(), frozenset(recomputed)) in hand
+    assert (frozenset(facts.movable), frozenset()) in hand
+    for other in (make(facts, budget, *each) for each in hand):
+        assert plan.fits or not other.fits
+        assert not other.fits or plan.predicted.step_s <= other.predicted.step_s
 
 
 def test_all_plans_of_few_storages_have_no_part_beside_its_block() -> None:
