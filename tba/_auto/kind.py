@@ -23,12 +23,13 @@ class Kind:
     """What is known of one kind of step.
 
     Attributes:
-        modules: those whose forward is replaced while the model's next forward runs.
+        modules: those whose forward may be replaced while the model's next forward runs.
         blocks: whether those are its blocks, and not only what may be.
+        parts: of the modules, those that run again within blocks alone.
         block_bytes: the most that one of them saves.
         watched: a step of it has been seen.
         departures: steps that were not what the ones before it had been.
-        visits: the module of each block, in order of forward.
+        visits: the module of each block and part, as a plan's facts number them.
         places: where it saves what, by its plan.
         course: what a step by its plan was, if one has been written down.
         contest: of its plan and another.
@@ -41,6 +42,7 @@ class Kind:
 
     modules: list[weakref.ref[nn.Module]] = field(default_factory=list)
     blocks: bool = False
+    parts: set[weakref.ref[nn.Module]] = field(default_factory=set)
     block_bytes: int = 0
     watched: bool = False
     departures: int = 0
@@ -55,6 +57,13 @@ class Kind:
     joint: frozenset[int] | None = None
     slower: float = 1.0
     _off_steps: int = 0
+
+    def around(self) -> list[nn.Module]:
+        """List those whose forward is replaced in the next one: with a plan, no parts but what recomputes."""
+        left: set[weakref.ref[nn.Module]] = set()
+        if (plan := self.plan) is not None:
+            left = self.parts.difference(self.visits[number] for number in plan.recomputed)
+        return [module for each in self.modules if each not in left and (module := each()) is not None]
 
     def end_plan(self) -> None:
         """Have no plan any more: its steps are watched anew."""

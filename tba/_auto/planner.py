@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from io_backends import interrupts
 
 from .._blocks import find
+from .._blocks.call import kept_of
 from .._blocks.forwards import Forwards
 from .._blocks.recompute import recompute
 from .._blocks.shared_storages import AtHand
@@ -271,7 +272,7 @@ class Planner:
                 raise BudgetError(plan.shortfall())
         self._begin(kind)
         self._thread.block = OUTSIDE
-        modules = [module for reference in kind.modules if (module := reference()) is not None]
+        modules = kind.around()
         if modules and not torch.compiler.is_compiling():
             self._forwards.put(modules, self._run if kind.blocks else self._survey)
 
@@ -306,11 +307,15 @@ class Planner:
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block: as it is, again in backward, or to be tried."""
         thread = self._thread
-        if thread.block != OUTSIDE or not recomputes or not torch.is_grad_enabled() or transforming():
+        if thread.aside or not recomputes or not torch.is_grad_enabled() or transforming():
+            return forward(*args, **kwargs)
+        if thread.block != OUTSIDE:
+            return self._run_part(module, forward, args, kwargs)
+        if weakref.ref(module) in self.kind.parts:
             return forward(*args, **kwargs)
         with self._lock:
             seen = self._seen()
-            visit = thread.block = seen.visit(module, self._at(seen), args)
+            visit = thread.block = seen.visit(module, self._at(seen), kept_of(args, kwargs))
         thread.at_hand = AtHand((args, kwargs))
         out = None
         try:
@@ -318,6 +323,33 @@ class Planner:
             return out
         finally:
             thread.block, thread.at_hand = OUTSIDE, AtHand(out)
+
+    @interrupts.lets_through
+    def _run_part(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a part of the block that is under way."""
+        thread, plan, seen = self._thread, self.kind.plan, self._seen()
+        block = thread.block
+        if plan is not None:
+            parts = (each for each in plan.recomputed if plan.facts.blocks[each].within == block)
+            part = next((each for each in parts if self.kind.visits[each]() is module), None)
+        elif self._by_rule or self._lossy or (self._joint is not None and self._joint.phase is TRYING):
+            part = None  # ranks agree on whole blocks
+        else:
+            with self._lock:
+                part = seen.visit_part(block, module, self._at(seen), kept_of(args, kwargs))
+        if part is None or part in seen.ran:
+            return forward(*args, **kwargs)
+        thread.block = part
+        try:
+            return self._call(part, module, forward, args, kwargs)
+        finally:
+            thread.block = block
+            with self._lock:
+                if plan is None:
+                    seen.leave_part(part, self._at(seen))
+                else:
+                    seen.ran.add(part)
+                    seen.counts[block] = plan.facts.blocks[part].last
 
     @interrupts.lets_through
     def _call(self, visit: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -330,7 +362,9 @@ class Planner:
                     return self._recompute(visit, kind.plan, module, forward, args, kwargs, ranks)
         elif not self._lossy:
             ballot = None if joint is None else joint.ballot(visit)
-            trial = seen.trials[visit] = Trial(module, forward, self._keep, self._give, self.apart, ballot)
+            within = seen.trials.get(seen.whole(visit)) if visit < OUTSIDE else None
+            trial = Trial(module, forward, self._keep, self._give, self.apart, ballot, within)
+            seen.trials[visit] = trial
             return trial.call(args, kwargs)
         return forward(*args, **kwargs)
 
@@ -499,8 +533,12 @@ class Planner:
 
     def _choose(self, kind: Kind, seen: Watch) -> None:
         """Choose a kind's blocks by what modules have saved; none is seen inside compiled code: then there are none."""
-        chosen = seen.inside if self._named else find.blocks(seen.inside)
-        kind.modules, kind.blocks = [weakref.ref(module) for module in chosen], True
+        chosen = list(seen.inside) if self._named else find.blocks(seen.inside)
+        alone = self._joint is None or self._joint.phase is not SURVEYING
+        whole = self._named or self._by_rule or self._lossy or not alone
+        parts = [] if whole else find.parts(chosen, seen.inside)
+        kind.modules, kind.blocks = [weakref.ref(module) for module in (*chosen, *parts)], True
+        kind.parts = set(map(weakref.ref, parts))
         kind.block_bytes = max((seen.inside.get(module, 0) for module in chosen), default=0)
 
     def _facts(self, kind: Kind, seen: Watch, link: Link) -> Facts:
@@ -508,7 +546,7 @@ class Planner:
         seen.take_times_of_device()
         facts = seen.facts(link, self._ledger.read_ahead_bytes)
         kind.places = Places(shared=seen.shared)
-        kind.visits = [module for module, _, _ in seen.visits]
+        kind.visits = [*(module for module, _, _ in seen.visits), *(part.module for part in seen.parts)]
         return replace(facts, cap=self._cap(facts))
 
     def _candidates(self, kind: Kind) -> bool:

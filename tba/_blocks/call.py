@@ -48,8 +48,8 @@ class Call:
         return ""
 
     def keep(self, keep: Callable[[Tensor], Any], *, positional: bool = False) -> None:
-        """Keep the tensors that it is given by `keep`; if `positional`, others than by position as they are."""
-        packs = [not positional or id(each) in self._positional for each in self.tensors]
+        """Keep the tensors that it is given by `keep`; if `positional`, of others only those that need a gradient."""
+        packs = [not positional or each.requires_grad or id(each) in self._positional for each in self.tensors]
         self._kept = [
             (keep(each) if packed else each, packed, each.requires_grad)
             for each, packed in zip(self.tensors, packs, strict=True)
@@ -79,6 +79,11 @@ class Call:
             tensors.append((give(kept) if packed else kept).detach().requires_grad_(needs))
         with self.found.as_found(), modes.without_programs(), self._surroundings.restored(note, noted):
             yield _filled(self._values, tensors)
+
+
+def kept_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """List the arguments that a block keeps where it recomputes: those of `Call.keep`, and what is no tensor."""
+    return [*args, *(each for each in kwargs.values() if isinstance(each, Tensor) and each.requires_grad)]
 
 
 def shape(tensor: Tensor) -> tuple[Any, ...]:

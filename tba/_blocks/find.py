@@ -1,9 +1,9 @@
-"""Find: which of a model's modules are its blocks."""
+"""Find: which of a model's modules are its blocks, and which of their modules are parts that may run again alone."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 _MOST_NAMED = 5  # names that an error lists
 # Of what the class that saves most saves: another class with this share of it, of more and smaller modules, is better.
 _NEARLY = 0.9
+_SHARE = 0.1  # of what a block saves: a part of it that saves less is not worth trying
 
 
 def candidates(model: nn.Module) -> list[nn.Module]:
@@ -125,3 +126,16 @@ def blocks(saved_bytes: Mapping[nn.Module, int]) -> list[nn.Module]:
         return []
     near = [kind for kind, nbytes in total.items() if nbytes >= _NEARLY * most]
     return by_class[max(near, key=lambda kind: (len(by_class[kind]), total[kind]))]
+
+
+def parts(blocks: Collection[nn.Module], saved_bytes: Mapping[nn.Module, int]) -> list[nn.Module]:
+    """Choose modules inside of blocks that are worth running again without the rest: the outermost, by their bytes."""
+    found: dict[nn.Module, None] = {}
+    for block in blocks:
+        most = saved_bytes[block]
+        chosen = set(blocks)  # and with what is found, all that is inside of that
+        for module in block.modules():
+            if module not in chosen and _SHARE * most <= saved_bytes.get(module, -1) < _NEARLY * most:
+                found[module] = None
+                chosen.update(module.modules())
+    return list(found)

@@ -61,6 +61,7 @@ class Trial:
         keep, give: packs a tensor as autograd's saved tensors are, and gives it back.
         apart: makes a context for what is none of the step's own.
         ballot: the vote of those ranks on it, to be used once; None where this one is alone with its plans.
+        within: the trial of the block that this is a part of, which sees what both save.
 
     Attributes:
         verdict: None until there is one.
@@ -75,10 +76,13 @@ class Trial:
         give: Callable[[Any], Tensor],
         apart: Callable[[], AbstractContextManager[None]],
         ballot: Ballot | None = None,
+        within: Trial | None = None,
     ) -> None:
         self.verdict: Verdict | None = None
         self.joint = False
         self._gathers = False  # its parts do, weights
+        self._saved: list[tuple[Any, ...]] = []  # by the first run
+        self._within = within
         self._ballot = ballot  # until it was used
         self._module = module
         self._forward = forward
@@ -101,14 +105,8 @@ class Trial:
         if found.unseen:
             self._tell(found.unseen)
             return self._forward(*args, **kwargs)
-        saved: list[tuple[Any, ...]] = []
-
-        def note(tensor: Tensor) -> Any:
-            saved.append(shape(tensor))
-            return self._keep(tensor)
-
-        steps_aside(note)
-        with torch.autograd.graph.saved_tensors_hooks(note, self._give), Communication() as communication:
+        steps_aside(self._note)
+        with torch.autograd.graph.saved_tensors_hooks(self._note, self._give), Communication() as communication:
             out = self._forward(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         given = set(map(id, call.tensors))
@@ -136,13 +134,18 @@ class Trial:
                 # the output here, or not, depending on whether that has been copied: copies have other records.
                 own = (each.detach().clone() if self.joint else each for each in outputs)
                 kept = [self._keep(each) for each in own]
-                first = [_First(call, saved, kept, communication.counts)]
+                first = [_First(call, self._saved, kept, communication.counts)]
                 # After all hooks of the tensor: those of FSDP gather the weights that the second run needs.
                 last.grad_fn.register_prehook(lambda _: self._try(first))  # type: ignore[union-attr]
         return out
 
     def _weights(self) -> list[Tensor]:
         return [] if self._gathers else fingerprint(list(self._module.parameters()))  # some may be gathered, or not
+
+    def _note(self, tensor: Tensor) -> Any:
+        """Pack what the first run saves."""
+        self._saved.append(shape(tensor))
+        return self._keep(tensor) if self._within is None else self._within._note(tensor)
 
     def _is_joint(self, communication: Communication) -> bool:
         return self._ballot is not None and communication.is_among(self._ballot.members)

@@ -20,6 +20,7 @@ from .shared_storages import AtHand, SharedStorages, has_storage
 from .timeline import Timeline
 from .trial import Trial, Verdict
 
+FIRST_PART = OUTSIDE - 1  # the number of the first part's visit, below which those of others are
 _APART_S = 1e-9  # of two times in a row, at least: their order is told by them
 
 
@@ -44,6 +45,30 @@ class Given:
 
 
 @dataclass
+class Part:
+    """A visit of a part of a block.
+
+    Attributes:
+        kind: its class.
+        block: the visit of its block.
+        begin_s, end_s: when its forward began and ended, by the clock.
+        input_bytes: of what it was given.
+        first, last: the numbers of the places in its block from which on and up to which are its own.
+        leaks: what it has saved is saved again outside of it.
+    """
+
+    module: weakref.ref[nn.Module]
+    kind: str
+    block: int
+    begin_s: float
+    input_bytes: int
+    first: int
+    last: int = 1 << 62
+    end_s: float = math.inf
+    leaks: bool = False
+
+
+@dataclass
 class Watch:
     """What has been seen of the step under way.
 
@@ -56,12 +81,14 @@ class Watch:
         asked: when backward asked for it first, by record number.
         freed: how many backward had asked for when its memory was given back, by record number.
         visits: of blocks: the module, when its forward began, bytes of its input.
-        trials: of blocks, by visit.
+        parts: of blocks, visited within them.
+        ran: parts that have run by a plan, by their index in it.
+        trials: of blocks and parts, by the number of the visit.
         untried: why a block must not recompute whose trial has found nothing.
         counts: storages saved so far, by block.
         shared: what is saved by a block and again elsewhere: it is none of that block's.
         met: places of shared storages that a planned step has saved outside of the blocks that saved them first.
-        given: what blocks were given by position.
+        given: what blocks were given, and what their parts were.
         inside: bytes that each module has saved that may be a block.
         nbytes: saved so far, before any codec.
         aside_s: what trials have taken.
@@ -79,12 +106,14 @@ class Watch:
     asked: dict[int, float] = field(default_factory=dict)
     freed: dict[int, int] = field(default_factory=dict)
     visits: list[tuple[weakref.ref[nn.Module], float, int]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    ran: set[int] = field(default_factory=set)
     trials: dict[int, Trial] = field(default_factory=dict)
     untried: str = ""
     counts: dict[int, int] = field(default_factory=dict)
     shared: SharedStorages = field(default_factory=SharedStorages)
     met: set[Place] = field(default_factory=set)
-    given: Given = field(default_factory=Given)
+    given: tuple[Given, Given] = field(default_factory=lambda: (Given(), Given()))
     inside: dict[nn.Module, int] = field(default_factory=dict)
     nbytes: int = 0
     aside_s: float = 0.0
@@ -94,7 +123,8 @@ class Watch:
     departed: bool = False
 
     def place(self, block: int) -> Place:
-        """Give the next storage that `block` saves its place."""
+        """Give the next storage that `block` saves its place; that of a part is one of its block's."""
+        block = self.whole(block)
         number = self.counts.get(block, 0)
         self.counts[block] = number + 1
         return Place(block, number)
@@ -111,16 +141,39 @@ class Watch:
 
     def again(self, block: int, number: int, at_hand: AtHand, root: Tensor | None) -> None:
         """Note that `block` saves the record `number` once more."""
-        first = self.saved.get(number)
-        if first is not None and first[0].block not in (OUTSIDE, block):
+        place = self.saved[number][0] if number in self.saved else Place(OUTSIDE, 0)
+        if place.block not in (OUTSIDE, self.whole(block)):
             self.shared.again(number, at_hand.where(self.stretch(block), root))
+        for visit, part in enumerate(self.parts):
+            if part.block == place.block and part.first <= place.number < part.last and FIRST_PART - visit != block:
+                part.leaks = True
 
-    def visit(self, module: nn.Module, at_s: float, args: tuple[Any, ...]) -> int:
+    def visit(self, module: nn.Module, at_s: float, given: Iterable[Any]) -> int:
         """Note that a block's forward begins; returns the number of the visit."""
-        with quiet():
-            nbytes = self.given.new_bytes(filter(has_storage, args))
-        self.visits.append((weakref.ref(module), at_s, nbytes))
+        self.visits.append((weakref.ref(module), at_s, self._new_bytes(given)))
         return len(self.visits) - 1
+
+    def visit_part(self, block: int, module: nn.Module, at_s: float, given: Iterable[Any]) -> int | None:
+        """Note that the forward of a part of `block` begins; None if it has been visited in there, or is within one."""
+        if block < OUTSIDE or any(part.block == block and part.module() is module for part in self.parts):
+            return None
+        first = self.counts.get(block, 0)
+        nbytes = self._new_bytes(given, part=True)
+        self.parts.append(Part(weakref.ref(module), type(module).__name__, block, at_s, nbytes, first))
+        return FIRST_PART - len(self.parts) + 1
+
+    def leave_part(self, visit: int, at_s: float) -> None:
+        """Note that it has ended."""
+        part = self.parts[FIRST_PART - visit]
+        part.end_s, part.last = at_s, self.counts.get(part.block, 0)
+
+    def whole(self, block: int) -> int:
+        """Return the block that a part is in, by the numbers of their visits; a block's own number."""
+        return self.parts[FIRST_PART - block].block if block <= FIRST_PART else block
+
+    def _new_bytes(self, given: Iterable[Any], *, part: bool = False) -> int:
+        with quiet():
+            return self.given[part].new_bytes(filter(has_storage, given))
 
     @property
     def held_bytes(self) -> int:
@@ -142,6 +195,8 @@ class Watch:
         self.saved = {number: (*saved[:2], times.get(saved[2], saved[2])) for number, saved in self.saved.items()}
         self.asked = {number: times.get(at_s, at_s) for number, at_s in self.asked.items()}
         self.visits = [(module, times.get(at_s, at_s), nbytes) for module, at_s, nbytes in self.visits]
+        for part in self.parts:
+            part.begin_s, part.end_s = (times.get(at_s, at_s) for at_s in (part.begin_s, part.end_s))
         self.aside_s = self.timeline.aside_s
 
     def facts(self, link: Link, read_ahead_bytes: int) -> Facts:
@@ -169,13 +224,19 @@ class Watch:
         blocks = []
         begins_s = _ascending(begin_s for _, begin_s, _ in self.visits)
         for visit, (_, _, input_bytes) in enumerate(self.visits):
-            trial = self.trials.get(visit)
-            verdict = (trial.verdict if trial is not None else None) or Verdict(None, self.untried)
+            verdict = self._verdict(visit)
             replay_s = verdict.seconds
             if replay_s is not None and visit + 1 < len(begins_s):
                 # Beside the transfers of backward a trial may take longer than a replay will.
                 replay_s = min(replay_s, begins_s[visit + 1] - begins_s[visit])
             blocks.append(Block(begins_s[visit], replay_s, input_bytes, verdict.why_not))
+        for number, part in enumerate(self.parts):
+            verdict = self._verdict(FIRST_PART - number)
+            if part.leaks:
+                verdict = Verdict(None, "what it saves is saved again outside of it")
+            replay_s = None if verdict.seconds is None else min(verdict.seconds, part.end_s - part.begin_s)
+            place = part.block, part.kind, part.first, part.last
+            blocks.append(Block(part.begin_s, replay_s, part.input_bytes, verdict.why_not, *place))
         return Facts(
             saved=saved,
             blocks=tuple(blocks),
@@ -185,6 +246,10 @@ class Watch:
             read_ahead_bytes=read_ahead_bytes,
             watched_s=self.aside_s,
         )
+
+    def _verdict(self, visit: int) -> Verdict:
+        trial = self.trials.get(visit)
+        return (trial.verdict if trial is not None else None) or Verdict(None, self.untried)
 
 
 @dataclass

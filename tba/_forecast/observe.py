@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._audit.calls import call, scalar
 from .._blocks import find
+from .._blocks.call import kept_of
 from .._blocks.watch import Given
 from .._errors import ConfigError
 from .._plan.facts import OUTSIDE, Block, Place, Saved
@@ -149,8 +150,8 @@ class _Watch:
             setattr(storage, _SMALL, True)
             self.small_bytes += storage.nbytes()
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        nbytes = self.given[type(module)].new_bytes(arg for arg in args if isinstance(arg, Tensor))
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nbytes = self.given[type(module)].new_bytes(arg for arg in kept_of(args, kwargs) if isinstance(arg, Tensor))
         self.visits.append(_Visit(module, self.clock.now_s, nbytes, tuple(self.open)))
         self.open.append(len(self.visits) - 1)
 
@@ -208,7 +209,7 @@ def _observe(
     with AsCuda() if device.like_cuda else nullcontext(), clock:
         with ExitStack() as stack:
             for module in find.candidates(model):
-                stack.callback(module.register_forward_pre_hook(watch.enter).remove)
+                stack.callback(module.register_forward_pre_hook(watch.enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(watch.leave, always_call=True).remove)
             if autocast is not None:
                 stack.enter_context(torch.autocast("cpu", autocast))

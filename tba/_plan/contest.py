@@ -83,5 +83,5 @@ def rival(plan: Plan) -> Plan | None:
 
 def _instead(plan: Plan) -> str:
     if not plan.sends:
-        return f"recomputing {len(plan.recomputed)} blocks and moving nothing"
+        return f"recomputing {plan.runs_again} and moving nothing"
     return "moving more" if plan.recomputed else "recomputing nothing"

@@ -66,19 +66,26 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One of the model's alike blocks, which may recompute instead of saving.
+    """One of the model's alike blocks, or a part of one, which may recompute instead of saving.
 
     Attributes:
         begin_s: seconds from the begin of forward until its forward begins.
         replay_s: seconds that running its forward again takes; None where it must not be.
         input_bytes: what it saves when it recomputes.
         why_not: why it must not recompute.
+        within: of a part, the index of its block; else OUTSIDE. A block recomputes whole, or some of its parts do.
+        kind: of a part, its class.
+        first, last: of a part, the numbers of its block's places from which on and up to which are its own.
     """
 
     begin_s: float
     replay_s: float | None
     input_bytes: int
     why_not: str = ""
+    within: int = OUTSIDE
+    kind: str = ""
+    first: int = 0
+    last: int = 0
 
     def scaled(self, ratio: float, replay_ratio: float) -> Block:
         """Return a block that takes `ratio` times as long, and its second run `replay_ratio` times."""
@@ -168,7 +175,7 @@ class Facts:
 
     Attributes:
         saved: in order of forward.
-        blocks: in order of forward.
+        blocks: in order of forward, and then their parts.
         forward_s, backward_s: seconds of computation, without waiting and without transfers.
         link: that carries what moves.
         read_ahead_bytes: most bytes read before they are asked for.
@@ -190,7 +197,23 @@ class Facts:
         by_block: dict[int, list[int]] = {}
         for index, each in enumerate(self.saved):
             by_block.setdefault(each.place.block, []).append(index)
+        for number, part in enumerate(self.blocks):
+            if part.within != OUTSIDE:
+                inside = by_block.get(part.within, ())
+                by_block[number] = [each for each in inside if part.first <= self.saved[each].place.number < part.last]
         object.__setattr__(self, "by_block", by_block)
+
+    @cached_property
+    def kinds(self) -> dict[str, list[int]]:
+        """Indices of what is alike: blocks under "", parts under their class."""
+        kinds: dict[str, list[int]] = {"": []}
+        for number, block in enumerate(self.blocks):
+            kinds.setdefault(block.kind, []).append(number)
+        return kinds
+
+    def again(self, recomputed: Iterable[int]) -> dict[Place, int]:
+        """Tell by which of these blocks and parts a storage is made again, by its place."""
+        return {self.saved[index].place: block for block in recomputed for index in self.by_block.get(block, ())}
 
     @cached_property
     def order_wanted(self) -> list[int]:

@@ -5,10 +5,14 @@ is faster; the simulated step that takes least time wins. Numbers are tried in t
 least, so most never are. Blocks and what moves are spread evenly over the step: alike layers are treated alike, writes
 begin with the first layer, and reads keep an even pace, which is what a slow link needs most. Where there is little to
 decide on, all plans are tried.
+
+Parts of a block are alike too: all MLPs, or all attention. Some of one kind recompute; or all of one kind and some of
+another, which are blocks or other parts. A block that recomputes takes the place of its parts.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -27,6 +31,8 @@ _NEAR = 0.002  # share above the lower bound at which no better plan is looked f
 _PATIENCE = 5  # choices of blocks tried in a row that give no better plan
 _ALIKE = 0.999  # of the step that evenly spread blocks take: a choice that takes less is looked at
 _COARSE = 32  # at most so many numbers of blocks are tried where nothing fits
+
+_Way = tuple[int, ...]  # of choosing blocks: whether by what they cost, and among which
 
 
 def decide(facts: Facts, budget_bytes: int, *, moves: bool = True, recomputes: bool = True) -> Plan:
@@ -50,7 +56,8 @@ def decide(facts: Facts, budget_bytes: int, *, moves: bool = True, recomputes: b
 
 def decide_moves(facts: Facts, budget_bytes: int, recomputed: frozenset[int]) -> Plan:
     """Decide what moves where it is settled which blocks recompute."""
-    everything = frozenset(index for index in facts.movable if facts.saved[index].place.block not in recomputed)
+    again = facts.again(recomputed)
+    everything = frozenset(index for index in facts.movable if facts.saved[index].place not in again)
     fixed = make(facts, budget_bytes, everything, recomputed)
     best = min(_moving_enough(facts, budget_bytes, recomputed, moves=True), fixed, key=_rank)
     return replace(best, decide=partial(decide_moves, recomputed=recomputed))
@@ -90,10 +97,11 @@ def _derived(facts: Facts, budget_bytes: int) -> list[frozenset[int]]:
 def _deriving(facts: Facts, budget_bytes: int, derived: frozenset[int], *, moves: bool, recomputes: bool) -> Plan:
     """Decide on a step in which these are derived, unless they or their sources are in blocks that recompute."""
     best = _best(facts.deriving(derived), budget_bytes, moves=moves, recomputes=recomputes)
+    again = facts.again(best.recomputed)
 
     def stays(index: int) -> bool:
         each = facts.saved[index]
-        return best.recomputed.isdisjoint((each.place.block, *(place.block for place in each.sources)))
+        return not any(place in again for place in (each.place, *each.sources))
 
     return make(facts, budget_bytes, best.moved, best.recomputed, frozenset(filter(stays, derived)))
 
@@ -107,53 +115,79 @@ def _best(facts: Facts, budget_bytes: int, *, moves: bool, recomputes: bool) -> 
         return min(_all(facts, budget_bytes, facts.movable if moves else (), may), key=_rank)
     best, enough_s = nothing, (1 + _NEAR) * nothing.bound_s
     apart, in_vain = max(1, len(may) // _COARSE), 0
-    tried: list[tuple[bool, int]] = []
-    for least, even, blocks in _choices(facts, budget_bytes, may, moves=moves):
+    tried: list[tuple[_Way, int]] = []
+    for least, way, blocks in _choices(facts, budget_bytes, may, moves=moves):
         if best.fits and (best.predicted.step_s <= enough_s or least >= best.predicted.step_s or in_vain > _PATIENCE):
             break
         count = len(blocks)
-        if not best.fits and any(even == was and abs(count - other) < apart for was, other in tried):
+        if not best.fits and any(way == was and abs(count - other) < apart for was, other in tried):
             continue
-        tried.append((even, count))
+        tried.append((way, count))
         plan = _moving_enough(facts, budget_bytes, blocks, moves=moves)
         better = _rank(plan) < _rank(best)
         in_vain = 0 if better else in_vain + 1
         best = plan if better else best
-    if not moves or (best.fits and best.predicted.step_s <= enough_s):
-        return best
-    # A fixed rule may be the best there is: all moves, and forward waits for it; or nothing recomputes.
-    fixed = make(facts, budget_bytes, frozenset(facts.movable), frozenset())
-    return min(best, fixed, _moving_enough(facts, budget_bytes, frozenset(), moves=True), key=_rank)
+    others = [make(facts, budget_bytes, *each) for each in by_hand(facts, may) if moves or not each[0]]
+    if moves and not (best.fits and best.predicted.step_s <= enough_s):
+        others.append(_moving_enough(facts, budget_bytes, frozenset(), moves=True))
+    return min((best, *others), key=_rank)
+
+
+def by_hand(facts: Facts, may: Iterable[int]) -> list[tuple[frozenset[int], frozenset[int]]]:
+    """List what a user would do without a plan: what moves, and which of those that may recompute.
+
+    Everything moves; or all blocks recompute, every other one, parts of one kind, or all parts but one kind.
+    """
+    nothing, allowed = frozenset[int](), frozenset(may)
+    whole, *parts = facts.kinds.values()
+    without = [[number for other in parts if other is not alike for number in other] for alike in parts]
+    recomputed = dict.fromkeys(allowed.intersection(each) for each in (whole, whole[::2], *parts, *without))
+    return [(frozenset(facts.movable), nothing), *((nothing, each) for each in recomputed if each)]
 
 
 def _choices(
     facts: Facts, budget_bytes: int, may: Sequence[int], *, moves: bool
-) -> list[tuple[float, bool, frozenset[int]]]:
-    """List which blocks may recompute, each with a lower bound of the step; the most promising first.
+) -> list[tuple[float, _Way, frozenset[int]]]:
+    """List which blocks and parts may recompute, each with a lower bound of the step; the most promising first.
 
     Of each number there are those spread evenly and those that cost least a byte.
     """
     most_bytes = facts.most_moved_bytes if moves else 0
-    cheapest = sorted(may, key=lambda number: (facts.blocks[number].replay_s or 0.0) / facts.block_bytes(number))
-    found: list[tuple[float, bool, frozenset[int]]] = []
-    for count in range(len(may) + 1):
-        for costs, blocks in enumerate((spread(may, count), frozenset(cheapest[:count]))):
-            gain_bytes = sum(facts.block_bytes(number) - facts.blocks[number].input_bytes for number in blocks)
-            gone_bytes = max(0, facts.saved_bytes - budget_bytes - gain_bytes)
-            replayed_s = sum(facts.blocks[number].replay_s or 0.0 for number in blocks)
-            least = least_s(facts, gone_bytes, replayed_s)
-            if costs and found and len(found[-1][2]) == count and least >= _ALIKE * found[-1][0]:
-                continue  # alike blocks are treated alike
-            if gone_bytes <= most_bytes or count == len(may):
-                found.append((least, bool(costs), blocks))
-    found.sort(key=lambda choice: choice[:2])
-    return [(least, not costs, blocks) for least, costs, blocks in found]
+    found: list[tuple[float, _Way, frozenset[int]]] = []
+    for base, alike in _ladders(facts, may):
+        cheapest = sorted(alike, key=lambda number: (facts.blocks[number].replay_s or 0.0) / facts.block_bytes(number))
+        for count in range(bool(base), len(alike) + 1):
+            even_s = math.inf
+            for costs, chosen in enumerate((spread(alike, count), frozenset(cheapest[:count]))):
+                blocks = chosen.union(number for number in base if facts.blocks[number].within not in chosen)
+                gain_bytes = sum(facts.block_bytes(number) - facts.blocks[number].input_bytes for number in blocks)
+                gone_bytes = max(0, facts.saved_bytes - budget_bytes - gain_bytes)
+                replayed_s = sum(facts.blocks[number].replay_s or 0.0 for number in blocks)
+                least = least_s(facts, gone_bytes, replayed_s)
+                if costs and least >= _ALIKE * even_s:
+                    continue  # alike blocks are treated alike
+                if gone_bytes <= most_bytes or count == len(alike):
+                    even_s = least
+                    found.append((least, (costs, *base[:1], *alike[:1]), blocks))
+    return sorted(found, key=lambda choice: choice[:2])
+
+
+def _ladders(facts: Facts, may: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """List what is alike and may recompute, each beside nothing and beside all parts of another kind."""
+    allowed = set(may)
+    kinds = [[number for number in alike if number in allowed] for alike in facts.kinds.values()]
+    blocks, *parts = kinds
+    beside = [(base, alike) for base in parts for alike in kinds if base and alike and alike is not base]
+    return [([], blocks), *(([], alike) for alike in parts if alike), *beside]
 
 
 def _all(facts: Facts, budget_bytes: int, movable: Iterable[int], may: Iterable[int]) -> Iterable[Plan]:
     """Make all plans there are."""
     for recomputed in _subsets(may):
-        free = [index for index in movable if facts.saved[index].place.block not in recomputed]
+        if any(facts.blocks[number].within in recomputed for number in recomputed):
+            continue
+        again = facts.again(recomputed)
+        free = [index for index in movable if facts.saved[index].place not in again]
         for moved in _subsets(free):
             yield make(facts, budget_bytes, moved, recomputed)
 
@@ -222,7 +256,7 @@ def _moving_enough(facts: Facts, budget_bytes: int, recomputed: frozenset[int], 
 
 
 def _pays(facts: Facts, number: int) -> bool:
-    """Whether a block may recompute, and saves more than its input."""
+    """Whether a block, or a part of one, may recompute, and saves more than its input."""
     block = facts.blocks[number]
     return block.replay_s is not None and facts.block_bytes(number) > block.input_bytes
 
@@ -232,9 +266,10 @@ def movable(facts: Facts, recomputed: frozenset[int], budget_bytes: int) -> list
     found, late_bytes = [], 0
     limit_bytes = held_limit_bytes(budget_bytes, facts.largest_bytes)
     window_bytes = min(facts.read_ahead_bytes + facts.replay_bytes(recomputed), limit_bytes // 2)
+    again = facts.again(recomputed)
     for index in reversed(facts.movable):
         each = facts.saved[index]
-        if each.place.block in recomputed:
+        if each.place in again:
             continue
         late_bytes += each.nbytes
         if late_bytes > window_bytes:

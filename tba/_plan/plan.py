@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,7 +43,7 @@ class Plan:
         facts: what they were made from.
         budget_bytes: that saved tensors may hold.
         moved: indices in `facts.saved` of what goes out and comes back.
-        recomputed: indices in `facts.blocks` of those that run again instead of saving.
+        recomputed: indices in `facts.blocks` of those that run again instead of saving; no part beside its block.
         derived: indices in `facts.saved` of what others give again; it does not stay.
         predicted: the step as simulated.
         measured: the last step that was carried out by it.
@@ -69,7 +70,8 @@ class Plan:
     def sends(self) -> dict[Place, int]:
         """Bytes of each storage that is to go, by where the step saves it."""
         saved = (self.facts.saved[index] for index in self.moved)
-        return {each.place: each.nbytes for each in saved if each.place.block not in self.recomputed}
+        again = self.facts.again(self.recomputed)
+        return {each.place: each.nbytes for each in saved if each.place not in again}
 
     @cached_property
     def derives(self) -> frozenset[Place]:
@@ -164,7 +166,7 @@ class Plan:
             f"({size(facts.largest_bytes)}). Set it to {size(need)} or more, make batch or sequence smaller, or use "
             'tier="nvme", which writes everything and has no budget'
         )
-        refusals = ", ".join(f"{count} blocks: {why}" for why, count in sorted(self._refusals().items()))
+        refusals = ", ".join(f"{what}: {why}" for what, why in self._refusals())
         return f"{text}. Not recomputed: {refusals}" if refusals else text
 
     def picture(self, path: str | os.PathLike[str]) -> None:
@@ -209,8 +211,10 @@ class Plan:
         if facts.link.spill is not None:
             yield "    to host memory", size(found.moved_bytes - found.spilled_bytes), ""
             yield "    on to disk", size(found.spilled_bytes), ""
-        blocks = f"  recomputed, {len(self.recomputed)} of {len(facts.blocks)} blocks"
-        yield blocks, size(gone), share(gone)
+        for kind, alike in facts.kinds.items():
+            again = self.recomputed.intersection(alike)
+            nbytes = sum(map(facts.block_bytes, again))
+            yield f"  recomputed, {len(again)} of {len(alike)} {kind or 'blocks'}", size(nbytes), share(nbytes)
         yield "peak, predicted", size(found.peak.nbytes), self.binds()
         yield "step, predicted", f"{found.step_s:.3f} s", f"{found.step_s / facts.step_s:.2f}x of one that keeps all"
         yield "  lower bound", f"{self.bound_s:.3f} s", ""
@@ -230,19 +234,23 @@ class Plan:
                 f"{facts.watched_s:.3f} s",
                 f"{facts.watched_s / facts.step_s:.2f}x of a step",
             )
-        for reason, count in sorted(self._refusals().items()):
-            yield "  never recomputed", f"{count} blocks", reason
+        for what, reason in self._refusals():
+            yield "  never recomputed", what, reason
 
     def _notes(self) -> list[str]:
         notes = [f"planned anew at step {self.made_in:,}: {self.reason}"] if self.reason else []
         return [*notes, *filter(None, (self.tried, self.agreed))]
 
-    def _refusals(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for block in self.facts.blocks:
-            if block.replay_s is None:
-                counts[block.why_not] = counts.get(block.why_not, 0) + 1
-        return counts
+    @property
+    def runs_again(self) -> str:
+        """Tell how many blocks recompute, and parts of them."""
+        counts = Counter(self.facts.blocks[number].kind or "blocks" for number in sorted(self.recomputed))
+        return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "0 blocks"
+
+    def _refusals(self) -> list[tuple[str, str]]:
+        """Tell what never recomputes, and why."""
+        refused = ((block.why_not, block.kind or "blocks") for block in self.facts.blocks if block.replay_s is None)
+        return [(f"{count} {kind}", why) for (why, kind), count in sorted(Counter(refused).items())]
 
 
 def _faster(end: _End) -> _End:
@@ -256,7 +264,7 @@ def where(facts: Facts, found: Timeline, moment: Moment) -> str:
     if behind_s <= 0:
         if moment.nbytes <= next(each.nbytes for each in found.moments if each.at_s >= found.turn_s):
             return "at the end of forward"
-        begun = [number for number, block in enumerate(facts.blocks) if block.begin_s <= moment.at_s]
+        begun = [number for number in facts.kinds[""] if facts.blocks[number].begin_s <= moment.at_s]
         return f"in forward, block {begun[-1]}" if begun else "in forward"
     last = OUTSIDE
     for each in map(facts.saved.__getitem__, facts.order_wanted):

@@ -13,13 +13,13 @@ disk; forward waits where more waits for that than may. What has gone to the dis
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from .._memory.ledger import held_limit_bytes, read_limit_bytes
-from .facts import OUTSIDE, Facts, Spill
+from .facts import Facts, Place, Spill
 from .policy import planned_burst_bytes, read_burst_bytes
 
 
@@ -324,18 +324,19 @@ def simulate(
 
     Args:
         moved: indices in `facts.saved`; of blocks that recompute they mean nothing.
-        recomputed: indices in `facts.blocks`.
+        recomputed: indices in `facts.blocks`, no part of a block together with that.
         budget_bytes: of memory, at which forward waits, if waiting helps.
     """
     step = _Step(facts, held_limit_bytes(budget_bytes, facts.largest_bytes))
     saved = facts.saved
-    moved = {index for index in moved if saved[index].place.block not in recomputed and not facts.is_late(index)}
-    _forward(step, moved, recomputed)
+    again = facts.again(recomputed)
+    moved = {index for index in moved if saved[index].place not in again and not facts.is_late(index)}
+    _forward(step, moved, again)
     now_s = facts.forward_s + step.late_s
     step.land(now_s)
     step.found.turn_s = now_s
     step.note(now_s)
-    _Backward(step, moved, recomputed).run()
+    _Backward(step, moved, recomputed, again).run()
     found = step.found
     found.step_s = facts.step_s + step.late_s
     while step.way.writes:
@@ -346,14 +347,13 @@ def simulate(
     return found
 
 
-def _forward(step: _Step, moved: Collection[int], recomputed: Collection[int]) -> None:
+def _forward(step: _Step, moved: Collection[int], again: Mapping[Place, int]) -> None:
     facts, entered = step.facts, set[int]()
     going: list[int] = []
     going_bytes, left_bytes = 0, sum(facts.saved[index].nbytes for index in moved)
     burst_bytes = planned_burst_bytes(step.limit_bytes, left_bytes, facts.link.in_flight_bytes)
     for index, each in enumerate(facts.saved):
-        block = each.place.block
-        if block in recomputed:
+        if (block := again.get(each.place)) is not None:
             if block not in entered:
                 entered.add(block)
                 step.kept += facts.blocks[block].input_bytes
@@ -382,10 +382,12 @@ def _forward(step: _Step, moved: Collection[int], recomputed: Collection[int]) -
 class _Backward:
     """The backward of a simulated step."""
 
-    def __init__(self, step: _Step, moved: Collection[int], recomputed: Collection[int]) -> None:
+    def __init__(
+        self, step: _Step, moved: Collection[int], recomputed: Collection[int], again: Mapping[Place, int]
+    ) -> None:
         facts = step.facts
         self._step, self._facts = step, facts
-        self._moved, self._recomputed = moved, recomputed
+        self._moved, self._again = moved, again
         self._to_read = deque(index for index in facts.order_wanted if index in moved)
         self._arrives: dict[int, float] = {}  # by what has been brought; at once what was still on its way out
         self._used: list[int] = []  # asked for, and not freed
@@ -406,8 +408,8 @@ class _Backward:
                     self._free(number)
             step.note(now_s)
             self._used.append(index)
-            if each.place.block != OUTSIDE and each.place.block in self._recomputed:
-                self._replay(each.place.block, now_s)
+            if (block := self._again.get(each.place)) is not None:
+                self._replay(block, now_s)
             elif facts.is_late(index):  # held from now on, and waits for room as what forward saves
                 step.kept += each.nbytes
                 step.note(now_s)
@@ -478,7 +480,7 @@ class _Backward:
 
     def _free(self, number: int) -> None:
         each, step = self._facts.saved[number], self._step
-        if each.place.block in self._recomputed:
+        if each.place in self._again:
             step.replayed -= each.replayed_bytes
         elif number in self._arrives:
             step.back -= each.nbytes

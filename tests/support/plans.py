@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tba._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved
 
@@ -42,3 +43,22 @@ def storages(sizes: Sequence[int], link: Link, *, read_ahead_bytes: int = 24 * M
         for number, nbytes in enumerate(sizes)
     )
     return Facts(saved, (), 1.0, 2.0, link, read_ahead_bytes)
+
+
+def parted(facts: Facts, kinds: dict[str, tuple[int, int, float]]) -> Facts:
+    """The facts, where blocks have parts: by class, which of a block's storages are theirs, and their share of it."""
+    parts = [
+        replace(
+            block,
+            begin_s=block.begin_s + share_before * (block.replay_s or 0.0),
+            replay_s=None if block.replay_s is None else share * block.replay_s,
+            within=number,
+            kind=kind,
+            first=first,
+            last=last,
+        )
+        for number, block in enumerate(facts.blocks)
+        for kind, (first, last, share) in kinds.items()
+        for share_before in [first / len(facts.by_block[number])]
+    ]
+    return replace(facts, blocks=(*facts.blocks, *parts))

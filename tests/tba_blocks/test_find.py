@@ -69,6 +69,24 @@ def test_the_class_that_saves_most_are_the_blocks() -> None:
     assert find.blocks(dict.fromkeys(outers, 0)) == []
 
 
+def test_parts_of_blocks_are_the_outermost_that_save_a_share_of_them() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.feed, self.small = Outer(), nn.ModuleList([Inner()]), Inner()
+
+    layer, wrapped = Layer(), nn.Module()
+    wrapped.inner = Layer()
+    attention, feed = layer.attention, layer.feed[0]
+    saved = {layer: 100, attention: 60, attention.inner: 50, feed: 10, layer.small: 9}
+    assert find.parts([layer], saved) == [attention, feed]
+    assert find.parts([layer], saved | {layer.small: 10, attention: 9}) == [attention.inner, feed, layer.small]
+    within = {wrapped: 100, wrapped.inner: 95, wrapped.inner.attention: 60}  # a wrapper saves what the block does
+    assert find.parts([wrapped], within) == [wrapped.inner.attention]
+    assert find.parts([layer, attention], saved) == [attention.inner, feed]  # blocks are no parts
+    assert find.parts([layer], {layer: 0, attention: 0}) == []
+
+
 def test_wrappable() -> None:
     layer = nn.Linear(2, 2)
     assert find.wrappable(layer)
