@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +25,7 @@ from io_backends import Store
 from support.compiled import own_compiler
 from support.exactness import assert_bit_equal, run_training
 from support.zoo import FAMILIES
-from tba import ClosedError, CompileBackend, OffloadConfig, OffloadStats
+from tba import ClosedError, CompileBackend, OffloadConfig, Offloader, OffloadStats, attach, offload_context
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler; there is no g++"),
@@ -171,6 +173,89 @@ def test_a_whole_model_is_what_the_compiler_makes_alone(name: str, scratch: Path
     assert 0 < stats.offloaded_bytes <= stats.written_bytes == stats.read_bytes, stats
     assert not stats.errors
     assert not stats.live_records
+
+
+def _in_place(model: nn.Module) -> nn.Module:
+    model.compile()
+    return model
+
+
+def _by_method(model: nn.Module) -> nn.Module:
+    """As Lightning compiles `training_step`."""
+    model.forward = torch.compile(model.forward)
+    return model
+
+
+# How a model is compiled, whether it is attached or in a context, and whether that has the wrapper or what is inside.
+WHOLE: dict[str, tuple[Callable[[nn.Module], Any], Callable[..., Offloader], bool]] = {
+    "nanoGPT": (torch.compile, offload_context, True),
+    "inside": (torch.compile, offload_context, False),
+    "in place": (_in_place, offload_context, True),
+    "method": (_by_method, offload_context, True),
+    "attached": (torch.compile, attach, True),
+    "attached inside": (torch.compile, attach, False),
+    "attached in place": (_in_place, attach, True),
+}
+
+
+@pytest.mark.parametrize(
+    "way", ["nanoGPT", *(pytest.param(way, marks=pytest.mark.exhaustive) for way in WHOLE if way != "nanoGPT")]
+)
+@pytest.mark.slow
+def test_a_whole_model_moves_within_its_graph_by_itself(way: str, scratch: Path) -> None:
+    plain = _train("net", "inductor")
+    compile_, begin, wrapper = WHOLE[way]
+    made: list[Offloader] = []
+
+    def compiled() -> nn.Module:
+        model = Net()
+        called: nn.Module = compile_(model)
+        made.append(begin(called if wrapper else model, **ALL, storage_paths=scratch))
+        return called
+
+    context = None if begin is attach else lambda _: made[0]
+    found = run_training(compiled, _batch, context=context)
+    assert_bit_equal([*found.losses, *found.weights.values()], [*plain.losses, *plain.weights.values()])
+    gc.collect()
+    stats = made[0].stats()
+    made[0].close()
+    assert stats.steps == stats.micro_batches == 3
+    assert stats.last_step is not None
+    assert 0 < stats.last_step.offloaded_bytes <= stats.last_step.written_bytes == stats.last_step.read_bytes, stats
+    assert stats.written_bytes == stats.read_bytes == 3 * stats.last_step.written_bytes
+    assert stats.step_peak_bytes < stats.plain_peak_bytes
+    assert (stats.errors, stats.live_records, stats.resident_bytes) == (0, 0, 0)
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("tba-")]
+
+
+@pytest.mark.exhaustive
+def test_a_model_goes_back_to_its_own_code_and_each_offloader_has_its_own(scratch: Path) -> None:
+    torch.manual_seed(5)
+    x, model = torch.randn(BATCH, WIDTH), Net(dropout=0.0)
+    called: Any = torch.compile(model)
+    counters.clear()
+    once = _gradients(called, called(x))
+
+    def graphs(called: Any = called) -> int:
+        assert_bit_equal(_gradients(called, called(x)), once)
+        return counters["stats"]["unique_graphs"]
+
+    assert graphs() == 1
+    written = []
+    for number in (2, 3):
+        offload = attach(called, **ALL, storage_paths=scratch)
+        assert graphs() == graphs() == number
+        gc.collect()
+        written.append(offload.stats().written_bytes)
+        offload.close()
+        assert graphs() == number
+        assert offload.stats().written_bytes == written[-1]
+    assert written[0] == written[1] > 0
+    offload = attach(called, **ALL, storage_paths=scratch)
+    assert graphs() == 4
+    del called, model, offload, graphs
+    gc.collect()
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("tba-")]
 
 
 def _compiled(using: Any, model: nn.Module) -> nn.Module:
