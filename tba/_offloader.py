@@ -264,9 +264,12 @@ class Offloader:
         stats = self._saver.stats(inside=self.entered)
         return stats if self._served is None else self._served.added_to(stats)
 
-    def backend(self, module: nn.Module) -> CompileBackend | None:
-        """The backend by which a module is compiled that is the whole model; None for others."""
-        backend = self._served.backend(module) if self._served is not None and not self.closed else None
+    def _compiles(self, module: nn.Module) -> CompileBackend | None:
+        """The backend that a module is compiled by which is the whole model, and is called; None for others."""
+        if self.closed or self._served is None or not self._served.serves(module):
+            return None
+        self._saver.leave_to_graphs()
+        backend = self._served.backend()
         if backend is not None and backend.moves:
             self._saver.begin_graph()
         return backend
@@ -391,7 +394,7 @@ def _backend_of(module: nn.Module) -> CompileBackend | None:
     if not torch.is_grad_enabled() or private.current_graph_task_id() != -1:
         return None
     entered = [owner for owner in reversed(owners()) if isinstance(owner, Offloader)]
-    found = (offloader.backend(module) for offloader in (*entered, *_tied))
+    found = (offloader._compiles(module) for offloader in (*entered, *_tied))
     return next((backend for backend in found if backend is not None), None)
 
 

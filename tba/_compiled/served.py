@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from threading import RLock
 
-from torch import nn
+from torch import distributed, nn
 
 from .._config import OffloadConfig
 from .._stats import Counters, OffloadStats
@@ -33,26 +33,32 @@ class Served:
         self._config, self._model, self._engine = config, model, (lock, counters)
         # These settings have no effect inside of a graph.
         self._open = config.tier != "keep" and not (config.compress or config.blocks or config.policy != "budget")
+        # Where free memory decides, most models fit: they keep their code, and the compiler its caches.
+        self._waits = config.tier == "auto" and config.memory_budget is None
         self._whole: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._backend: CompileBackend | None = None
 
-    def backend(self, module: nn.Module) -> CompileBackend | None:
-        """The backend to compile a module by; None for one that is left to the hooks."""
+    def serves(self, module: nn.Module) -> bool:
+        """Whether what a module saves is to move within its graph."""
         if not self._open:
-            return None
+            return False
         if module not in self._whole:
-            self._whole[module] = self._is_whole(module)
-        if not self._whole[module] or inductor.missing():
-            return None
-        if self._backend is None:
+            self._whole[module] = self._is_whole(module) and not inductor.missing()
+        return self._whole[module]
+
+    def backend(self) -> CompileBackend | None:
+        """The backend to compile served modules by; None as long as no step has needed it."""
+        if self._backend is None and not (self._waits and not self._engine[1].offloaded_bytes):
             self._backend = CompileBackend(self._config, engine=self._engine)
         return self._backend
 
     def _is_whole(self, module: nn.Module) -> bool:
+        """Whether a module is the model, on a CPU and in one process: others have not been tried."""
         model = self._model()
-        own = set() if model is None else {id(parameter) for parameter in model.parameters()}
+        own = {} if model is None else {id(parameter): parameter for parameter in model.parameters()}
         found = sum(id(parameter) in own for parameter in module.parameters())
-        return bool(own) and found >= _WHOLE_SHARE * len(own)
+        alone = not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
+        return bool(own) and found >= _WHOLE_SHARE * len(own) and alone and all(each.is_cpu for each in own.values())
 
     def added_to(self, stats: OffloadStats) -> OffloadStats:
         """Add to the engine's statistics what graphs hold beside it."""

@@ -396,9 +396,12 @@ class Saver(ForkAware):
                 if step_over and self.steps.over:
                     self.end_step()
 
+    def leave_to_graphs(self) -> None:
+        """Know that saved tensors move within compiled graphs: what these leave to the hooks is no loss."""
+        self._packing.leave_to_graphs()
+
     def begin_graph(self) -> None:
         """Begin a forward of a compiled graph that moves what it saves by itself, before a hook sees any of it."""
-        self._packing.leave_to_graphs()
         if self.dead or self.came_back() or streams.capturing_here():
             return
         with self.locked(), quiet():

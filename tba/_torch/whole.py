@@ -97,7 +97,8 @@ class Whole:
                 "whole",
                 f"tier={self._tier!r}: {nbytes:,} of the {step_bytes:,} bytes that a step saves are compiled as one "
                 "graph, which gets them all back at once when its backward begins; they stay in memory from now on. "
-                "They move within the graph where the context or `attach` has this model, compiled by Inductor in its "
-                "default mode, and no compress=, blocks= or policy=. Or compile each block (`block.compile()`), so "
-                "that one block comes back at a time",
+                "On a CPU, in one process, they move within the graph where the context has this model, compiled by "
+                "Inductor in its default mode, and no compress=, blocks= or policy=; elsewhere with "
+                "`backend=tba.compile_backend(...)`. Or compile each block (`block.compile()`), so that one block "
+                "comes back at a time",
             )

@@ -33,15 +33,13 @@ def test_the_model_and_what_holds_nearly_all_of_it_is_whole() -> None:
     model = Parts()
     headed = nn.Sequential(model, nn.Linear(2, 2, bias=False))
     serving = served(headed)
-    found = serving.backend(headed)
-    assert found is not None
-    assert serving.backend(nn.Sequential(headed)) is found
-    assert serving.backend(model) is found
-    assert serving.backend(model.layers[0]) is None
-    assert serving.backend(model.layers[:2]) is None
+    whole = [headed, nn.Sequential(headed), model]
+    assert [serving.serves(each) for each in (*whole, model.layers[0], model.layers[:2])] == [True] * 3 + [False] * 2
+    assert serving.backend() is serving.backend() is not None
     serving.close()
-    assert serving.backend(headed) is None
-    assert served(None).backend(model) is None
+    assert not serving.serves(headed)
+    assert not served(None).serves(model)
+    assert not served(model.to("meta")).serves(model)  # any device but a CPU
 
 
 @pytest.mark.parametrize(
@@ -51,7 +49,16 @@ def test_the_model_and_what_holds_nearly_all_of_it_is_whole() -> None:
 )
 def test_settings_without_effect_in_a_graph_leave_a_model_to_the_hooks(settings: dict[str, Any]) -> None:
     model = Parts()
-    assert served(model, **settings).backend(model) is None
+    assert not served(model, **settings).serves(model)
+
+
+def test_where_free_memory_decides_a_model_keeps_its_code_until_it_does_not_fit() -> None:
+    counters = Counters()
+    serving = Served(OffloadConfig(), lambda: None, threading.RLock(), counters)
+    assert serving.backend() is None
+    counters.offloaded_bytes = 1
+    assert serving.backend() is not None
+    serving.close()
 
 
 class Backend:
