@@ -19,6 +19,9 @@ from torch import nn
 from io_backends import interrupts
 
 
+_CALLS = ("_wrapped_call_impl", "_call_impl", "__call__")
+
+
 class Backend(Protocol):
     """Compiles a graph with the options of Inductor's that a module was to be compiled with."""
 
@@ -87,10 +90,11 @@ class _Weak:
 
 
 def _called(frame: FrameType) -> nn.Module | None:
-    """The module that dynamo's wrapper, whose frame this is, calls itself or by a method."""
+    """The module that dynamo's wrapper, whose frame this is, calls. Another method of a module traces its hooks."""
     called = frame.f_locals.get("fn")
-    owners = getattr(called, "__self__", None), getattr(called, "__wrapped__", None)
-    return next((owner for owner in owners if isinstance(owner, nn.Module)), None)
+    inner = getattr(called, "__wrapped__", None)
+    owner = getattr(called, "__self__", None) if getattr(called, "__name__", "") in _CALLS else inner
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def _replays(options: dict[str, Any]) -> bool:

@@ -49,7 +49,6 @@ ROWS = {
     "parallel:compiled": 1,
     "parallel:whole": 1,
     "huggingface:trainer_compiled": 1,
-    "lightning:fit_compiled": 1,
     "rays:trainer": 2,
     "megatron:pipeline": 2,
     "megatron:tensor": 2,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import lightning
@@ -43,13 +42,7 @@ class Watch(lightning.Callback):
         self._arm.watch(self._callback.offload if self._callback is not None else None, pl_module)
 
 
-def fit_compiled(arm: Arm) -> None:
-    """Lightning Trainer with torch.compile(model)"""
-    torch.compiler.reset()
-    fit(arm, torch.compile)
-
-
-def fit(arm: Arm, compiled: Callable[[Module], Any] = lambda module: module) -> None:
+def fit(arm: Arm) -> None:
     """Lightning Trainer"""
     callback = OffloadCallback(**arm.settings) if arm.settings is not None else None
     module = Module()
@@ -65,7 +58,7 @@ def fit(arm: Arm, compiled: Callable[[Module], Any] = lambda module: module) -> 
             enable_model_summary=False,
             callbacks=[*([callback] if callback is not None else []), Watch(arm, callback)],
         )
-        trainer.fit(compiled(module), DataLoader(tokens, batch_size=3))
+        trainer.fit(module, DataLoader(tokens, batch_size=3))
     arm.losses = module.losses
     arm.end(module)
     if arm.settings is not None:
