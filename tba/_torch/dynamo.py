@@ -18,7 +18,6 @@ from torch import nn
 
 from io_backends import interrupts
 
-
 _CALLS = ("_wrapped_call_impl", "_call_impl", "__call__")
 
 
