@@ -6,7 +6,6 @@ compiler makes the same kernels. Where they run is decided when the kernels are 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -37,7 +36,7 @@ def place(
     for saved in moved:
         value = saved.root.meta["val"]
         item = Item(
-            weakref.ref(carrier),
+            carrier,
             tuple(value.shape),
             value.stride(),
             value.dtype,
