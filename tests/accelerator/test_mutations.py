@@ -17,6 +17,7 @@ from torch import Tensor
 from support import accelerator
 from support.exactness import equal
 from support.gpu import DEVICE, Delays, card, crossing_net, gpu_only, late_net, leaf_of, offloader, scribble
+from tba import OffloadError
 from tba._device import streams
 
 pytestmark = gpu_only
@@ -77,6 +78,8 @@ def goes_wrong(
                             card.synchronize()
                             if not equal([leaf.grad], [expected]):
                                 return True
+        except OffloadError:  # bytes that changed while they were written do not have their checksum
+            return True
         finally:
             card.synchronize()
             accelerator.configure()
