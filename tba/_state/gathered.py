@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from torch import nn
 
 _FSDP = ("FSDPModule", "FullyShardedDataParallel")  # of version 2 and 1; neither need be imported
+DEEPSPEED = "deepspeed.runtime"  # its hooks gather weights and count where they are: nothing of a block's forward
 _NOTES = ("ds_", "applied_pre_backward_ref_cnt", "_external_params")  # DeepSpeed's, on modules
 
 
@@ -25,3 +26,8 @@ def notes(names: Iterable[str]) -> tuple[str, ...]:
     """Give those of a module's attributes that such hooks keep."""
     names = tuple(names)
     return tuple(name for name in names if name.startswith(_NOTES)) if "ds_id" in names else ()
+
+
+def are_hooks(module: str | None) -> bool:
+    """Whether the functions of a Python module, by its name, are such hooks of DeepSpeed's."""
+    return str(module).startswith(DEEPSPEED)

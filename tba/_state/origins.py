@@ -24,6 +24,7 @@ import compact
 import io_backends
 
 from .._device.kinds import MODULES as DEVICE_MODULES
+from .gathered import DEEPSPEED
 
 Origin = Literal["program", "library", "apart"]
 
@@ -42,7 +43,6 @@ _STANDARD = tuple(_folder(sysconfig.get_path(name)) for name in ("stdlib", "plat
 _PYTEST = os.path.join("", "_pytest", "")  # pytest rewrites assertions to call it
 _COMPILED = tuple(EXTENSION_SUFFIXES)
 
-_ENGINE = "deepspeed.runtime"  # its hooks gather weights and count where they are: nothing of a block's forward
 # Objects of these modules' classes are not the program's state.
 _STATELESS = frozenset(
     {
@@ -50,7 +50,7 @@ _STATELESS = frozenset(
         *DEVICE_MODULES,
         *("torch.utils.hooks", "tba", "io_backends", "compact", "logging", "_thread", "abc", "_abc"),
         *("typing", "re", "datetime", "decimal", "pathlib", "uuid", "importlib", "builtins"),
-        _ENGINE,
+        DEEPSPEED,
     }
 )
 # Built-in classes whose objects are state, besides those named "...iterator".
@@ -131,11 +131,6 @@ def _made_from(kind: type) -> type:
 def _is_listed(kind: type) -> bool:
     parts = str(kind.__module__).split(".")
     return any(".".join(parts[:length]) in _STATELESS for length in range(1, len(parts) + 1))
-
-
-def is_engine(module: str | None) -> bool:
-    """Whether a Python module belongs to what gathers weights, by its name."""
-    return str(module).startswith(_ENGINE)
 
 
 def _is_hidden(kind: type) -> bool:

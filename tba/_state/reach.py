@@ -50,7 +50,7 @@ from torch import Tensor, nn
 
 from .._torch.weights import is_parameter
 from .code import names_of
-from .gathered import gathers, notes
+from .gathered import are_hooks, gathers, notes
 from .generators import generator
 from .holders import (
     MISSING,
@@ -73,7 +73,7 @@ from .holders import (
     Tensors,
     cell_contents,
 )
-from .origins import OURS, Kind, is_compiled, is_engine, of_file, of_module
+from .origins import OURS, Kind, is_compiled, of_file, of_module
 
 _MOST = 50_000  # objects that are walked through
 
@@ -339,7 +339,7 @@ class Reach:
 
     def _function(self, function: FunctionType) -> None:
         code, origin = function.__code__, of_file(function.__code__.co_filename)
-        if code.co_filename.startswith(OURS) or is_engine(function.__module__):
+        if code.co_filename.startswith(OURS) or are_hooks(function.__module__):
             return
         library = origin != "program"
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
