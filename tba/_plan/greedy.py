@@ -32,6 +32,7 @@ _PATIENCE = 5  # choices of blocks tried in a row that give no better plan
 _ALIKE = 0.999  # of the step that evenly spread blocks take: a choice that takes less is looked at
 _COARSE = 32  # at most so many numbers of blocks are tried where nothing fits
 
+_Ladder = tuple[list[int], list[int]]  # what recomputes all, and what is alike, of which some do
 _Way = tuple[int, ...]  # of choosing blocks: whether by what they cost, and among which
 
 
@@ -113,10 +114,25 @@ def _best(facts: Facts, budget_bytes: int, *, moves: bool, recomputes: bool) -> 
     may = [number for number in range(len(facts.blocks)) if recomputes and _pays(facts, number)]
     if len(facts.movable) + len(may) <= _FEW:
         return min(_all(facts, budget_bytes, facts.movable if moves else (), may), key=_rank)
-    best, enough_s = nothing, (1 + _NEAR) * nothing.bound_s
-    apart, in_vain = max(1, len(may) // _COARSE), 0
+    enough_s = (1 + _NEAR) * nothing.bound_s
+    whole, *beside = _ladders(facts, may)
+    best = nothing
+    # Whole blocks first, as if there were no parts: parts then never make a plan slower.
+    for ladders in ([whole], beside):
+        best = _search(best, ladders, enough_s, moves=moves)
+    others = [make(facts, budget_bytes, *each) for each in by_hand(facts, may) if moves or not each[0]]
+    if moves and not (best.fits and best.predicted.step_s <= enough_s):
+        others.append(_moving_enough(facts, budget_bytes, frozenset(), moves=True))
+    return min((best, *others), key=_rank)
+
+
+def _search(best: Plan, ladders: Sequence[_Ladder], enough_s: float, *, moves: bool) -> Plan:
+    """Look for a better plan than this one, until no choice can be better or several in a row were not."""
+    facts, budget_bytes = best.facts, best.budget_bytes
+    apart = max((len(alike) // _COARSE for _, alike in ladders), default=0)
+    in_vain = 0
     tried: list[tuple[_Way, int]] = []
-    for least, way, blocks in _choices(facts, budget_bytes, may, moves=moves):
+    for least, way, blocks in _choices(facts, budget_bytes, ladders, moves=moves):
         if best.fits and (best.predicted.step_s <= enough_s or least >= best.predicted.step_s or in_vain > _PATIENCE):
             break
         count = len(blocks)
@@ -127,10 +143,7 @@ def _best(facts: Facts, budget_bytes: int, *, moves: bool, recomputes: bool) -> 
         better = _rank(plan) < _rank(best)
         in_vain = 0 if better else in_vain + 1
         best = plan if better else best
-    others = [make(facts, budget_bytes, *each) for each in by_hand(facts, may) if moves or not each[0]]
-    if moves and not (best.fits and best.predicted.step_s <= enough_s):
-        others.append(_moving_enough(facts, budget_bytes, frozenset(), moves=True))
-    return min((best, *others), key=_rank)
+    return best
 
 
 def by_hand(facts: Facts, may: Iterable[int]) -> list[tuple[frozenset[int], frozenset[int]]]:
@@ -146,7 +159,7 @@ def by_hand(facts: Facts, may: Iterable[int]) -> list[tuple[frozenset[int], froz
 
 
 def _choices(
-    facts: Facts, budget_bytes: int, may: Sequence[int], *, moves: bool
+    facts: Facts, budget_bytes: int, ladders: Iterable[_Ladder], *, moves: bool
 ) -> list[tuple[float, _Way, frozenset[int]]]:
     """List which blocks and parts may recompute, each with a lower bound of the step; the most promising first.
 
@@ -154,7 +167,7 @@ def _choices(
     """
     most_bytes = facts.most_moved_bytes if moves else 0
     found: list[tuple[float, _Way, frozenset[int]]] = []
-    for base, alike in _ladders(facts, may):
+    for base, alike in ladders:
         cheapest = sorted(alike, key=lambda number: (facts.blocks[number].replay_s or 0.0) / facts.block_bytes(number))
         for count in range(bool(base), len(alike) + 1):
             even_s = math.inf
@@ -172,7 +185,7 @@ def _choices(
     return sorted(found, key=lambda choice: choice[:2])
 
 
-def _ladders(facts: Facts, may: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+def _ladders(facts: Facts, may: Sequence[int]) -> list[_Ladder]:
     """List what is alike and may recompute, each beside nothing and beside all parts of another kind."""
     allowed = set(may)
     kinds = [[number for number in alike if number in allowed] for alike in facts.kinds.values()]
