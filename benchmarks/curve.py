@@ -149,10 +149,16 @@ _PEERS = (
 _LINKS = (50e6, 100e6, 200e6, 400e6, None)
 _WIDE = "nvme, 14% held back"
 _FITS = 1.1  # a budget that everything fits: nothing may move
-# Host memory for a fifth of what a plain step saves, so that a plan needs the file too.
-_TWO_LINKS = tuple(
-    Arm(name=f"auto {share:.2f}, two links", tier="auto", shares={"memory_budget": share, "cpu_budget": 0.2})
-    for share in (0.25, 0.4, 0.55)
+_HOST = "cpu"
+# Everything moves to one place but for a tenth, which prefetching may hold.
+_ONE_LINK = tuple(Arm(name=tier, tier=tier, shares={"prefetch_bytes": 0.1}) for tier in (NVME, _HOST))
+# Host memory for all that moves; and for a fifth of what a plain step saves, so that a plan needs the file too.
+_AMPLE, _SCARCE = (
+    tuple(
+        Arm(name=f"auto {share:.2f}, {host}", tier="auto", shares={"memory_budget": share, **limit})
+        for share in (0.25, 0.4, 0.55)
+    )
+    for host, limit in (("ample host memory", {}), ("two links", {"cpu_budget": 0.2}))
 )
 
 SETS: Mapping[str, Set] = {
@@ -194,8 +200,8 @@ SETS: Mapping[str, Set] = {
     ),
     # A device with two links, against all in host memory, all in files, and full checkpointing.
     "two-links": Set(
-        arms=(_PLAIN, _PEERS[0], _nvme(), Arm(name="cpu", tier="cpu"), *_TWO_LINKS),
-        few=(PLAIN, CHECKPOINT, NVME, "cpu", _TWO_LINKS[1].name),
+        arms=(_PLAIN, _PEERS[0], *_ONE_LINK, *_AMPLE, *_SCARCE),
+        few=(PLAIN, CHECKPOINT, NVME, _HOST, _AMPLE[1].name, _SCARCE[1].name),
         families=("gpt",),
     ),
     # Links from slow to unlimited.
@@ -330,9 +336,9 @@ def budget_bars(where: str, arms: Mapping[str, Measured], chosen: Set) -> list[B
             bars.append(Bar(what=f"{where}: {name}, which fits: moved", measured=nbytes, limit=0, unit=" bytes"))
         elif share:
             bars += plan_bars(f"{where}: {name}", arms[name].moved)
-    for arm in _TWO_LINKS:
-        if arm.name in arms:
-            bars += [faster_bar(where, arms[arm.name], arms[other]) for other in ("cpu", NVME, CHECKPOINT)]
+    # Everything in host memory is no rival of a plan that may use a fifth of it.
+    for plans, others in ((_AMPLE, (_HOST, NVME, CHECKPOINT)), (_SCARCE, (NVME, CHECKPOINT))):
+        bars += [faster_bar(where, arms[arm.name], arms[each]) for arm in plans if arm.name in arms for each in others]
     return bars
 
 
