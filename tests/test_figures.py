@@ -38,7 +38,7 @@ NAMES = {
     "memory_budget of 40%": "tba auto 0.40",
     "memory_budget of 40% of what a plain step saves": "tba auto 0.40",
     'tier="nvme": everything moves': "nvme",
-    "all in the file, host memory scarce": "nvme",
+    "all in the file": "nvme",
     "all in host memory": "cpu",
     "a weight": "weight",
     "a tensor below the minimum size": "below minimum size",
