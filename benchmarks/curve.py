@@ -150,8 +150,9 @@ _LINKS = (50e6, 100e6, 200e6, 400e6, None)
 _WIDE = "nvme, 14% held back"
 _FITS = 1.1  # a budget that everything fits: nothing may move
 _HOST = "cpu"
-# Everything moves to one place but for a tenth, which prefetching may hold.
-_ONE_LINK = tuple(Arm(name=tier, tier=tier, shares={"prefetch_bytes": 0.1}) for tier in (NVME, _HOST))
+# Everything moves to one place but for a tenth, which prefetching may hold, and a tenth on its way out.
+_WINDOWS = {"prefetch_bytes": 0.1, "staging_bytes": 0.1}
+_ONE_LINK = tuple(Arm(name=tier, tier=tier, shares=_WINDOWS) for tier in (NVME, _HOST))
 # Host memory for all that moves; and for a fifth of what a plain step saves, so that a plan needs the file too.
 _AMPLE, _SCARCE = (
     tuple(

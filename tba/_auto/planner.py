@@ -565,15 +565,16 @@ class Planner:
             kind.departures += 1
             return
         kind.departures = 0
-        waits_otherwise = kind.compare(self._cost.waited_s)
-        step_s, lost_s, line = seen.step_s, self._pace.lost_s(seen), seen.timeline
-        timed = True
+        step_s, lost_s, waited_s = seen.step_s, self._pace.lost_s(seen), self._cost.waited_s
+        line, timed = seen.timeline, True
         if line is not None:
             before_s = plan.facts.step_s + plan.predicted.replayed_s + plan.derived_s
             before_s = before_s if plan.measured is None else plan.measured.step_s
             found = line.step()
             timed = found is not None  # the device may not be so far
             step_s, lost_s = found or (before_s, 0.0)
+            waited_s = lost_s  # not the host's, which waits for a device that it is ahead of
+        waits_otherwise = timed and kind.compare(waited_s)
         facts = plan.facts.holding(seen.held_by_place())
         pace_now = pace(plan, step_s, lost_s, replays=line is None)
         shown = Shown(
@@ -582,7 +583,7 @@ class Planner:
             measured=Measured(step_s, self._ledger.watched_peak_bytes, plan.facts.step_s * pace_now),
             pace=pace_now,
             replays=line is None,
-            waited_s=self._cost.waited_s if waits_otherwise else None,
+            waited_s=waited_s if waits_otherwise else None,
         )
         if kind.contest.tries and stands(plan, shown):
             new = replace(plan, measured=shown.measured)

@@ -6,8 +6,11 @@ where memory is at the budget and something in flight will free it; backward wai
 that recomputes keeps its input, and has all that it saves in memory from the moment when backward reaches it; what is
 read ahead leaves room for the largest of them.
 
-A device's link leads to host memory. Where that is full what was written first, which backward wants last, goes on to a
-disk; forward waits where more waits for that than may. What has gone to the disk is read from there first.
+A device's link leads to host memory. The host launches ahead of the device, so in forward it hears that a write has
+ended when it waits for it, not before: however fast the link is, memory fills up to the budget.
+
+Where host memory is full what was written first, which backward wants last, goes on to a disk; forward waits where more
+waits for that than may. What has gone to the disk is read from there first.
 """
 
 from __future__ import annotations
@@ -276,8 +279,8 @@ class _Step:
             nbytes = self.facts.saved[number].nbytes
             while self.way.writes and self.out + nbytes > link.in_flight_bytes:
                 now_s = self.wait_for_a_write(now_s)
-            if self.way.host is not None:
-                now_s = self.wait_until(self.way.host.has_room_at(nbytes, now_s), now_s)
+            if self.way.host is not None and (room_s := self.way.host.has_room_at(nbytes, now_s)) > now_s:
+                now_s = self.wait_until(room_s, now_s)
                 self.land(now_s)
             self.way.write(number, now_s)
             self.kept -= nbytes
@@ -300,12 +303,18 @@ class _Step:
             ended = self.way.end()
             if not ended.in_vain:
                 self.out -= self.facts.saved[ended.number].nbytes
-                self.note(ended.end_s)
+                self.note(max(ended.end_s, self.found.seen[-1][0]))
+
+    def catch_up(self, now_s: float) -> None:
+        """Free what has been written by now, unless the host is ahead of a device and has not heard of it."""
+        if self.way.host is None:
+            self.land(now_s)
 
     def wait_for_a_write(self, now_s: float) -> float:
         """Stand still until the first write that is under way has ended; returns the time after it."""
-        now_s = self.wait_until(self.way.writes[0].end_s, now_s)
-        self.land(now_s)
+        end_s = self.way.writes[0].end_s
+        now_s = self.wait_until(end_s, now_s)
+        self.land(now_s if self.way.host is None else end_s)
         return now_s
 
     def wait_until(self, then_s: float, now_s: float) -> float:
@@ -358,14 +367,14 @@ def _forward(step: _Step, moved: Collection[int], again: Mapping[Place, int]) ->
                 entered.add(block)
                 step.kept += facts.blocks[block].input_bytes
                 now_s = facts.blocks[block].begin_s + step.late_s
-                step.land(now_s)
+                step.catch_up(now_s)
                 step.note(now_s)
                 step.found.over_bytes = max(step.found.over_bytes, step.nbytes - step.limit_bytes)
             continue
         if facts.is_late(index):
             continue
         now_s = each.saved_s + step.late_s
-        step.land(now_s)
+        step.catch_up(now_s)
         step.kept += each.nbytes
         step.note(now_s)
         if index in moved:

@@ -20,7 +20,20 @@ def link(host_mib: int, *, queued_mib: int = 4, disk: float = 10 * MIB, rate: fl
 def test_what_host_memory_holds_never_meets_the_disk() -> None:
     facts = storages([MIB] * 40, link(40))
     one_link = replace(facts, link=replace(facts.link, spill=None))
-    assert simulate(facts, range(40), ()) == simulate(one_link, range(40), ())
+    found, expected = simulate(facts, range(40), ()), simulate(one_link, range(40), ())
+    assert replace(found, seen=[], peak=expected.peak) == replace(expected, seen=[])
+
+
+def test_a_host_ahead_of_its_device_fills_memory_up_to_the_budget() -> None:
+    facts = storages([MIB] * 40, replace(link(40), in_flight_bytes=40 * MIB))
+    one_link = replace(facts, link=replace(facts.link, spill=None))
+    budget_bytes = 12 * MIB  # of which the tensor being computed is the last
+    at_once, ahead = (simulate(each, range(38), (), budget_bytes) for each in (one_link, facts))
+    assert ahead.step_s == at_once.step_s
+    in_forward = [max(each.nbytes for each in found.moments if each.at_s < found.turn_s) for found in (at_once, ahead)]
+    assert in_forward[0] < 8 * MIB
+    assert in_forward[1] == ahead.held_bytes == budget_bytes
+    assert [moment.at_s for moment in ahead.moments] == sorted(moment.at_s for moment in ahead.moments)
 
 
 def test_the_oldest_go_to_the_disk_and_forward_waits_for_it() -> None:
