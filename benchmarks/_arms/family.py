@@ -102,7 +102,9 @@ class FamilyArm(TrainArm):
             "family": self.family.describe,
             "unit": self.family.unit,
             "units": self.family.units(self.make_batch(0)),
-            "inexact": self.options.settings.get("compress") not in (None, "exact"),
+            # What PyTorch recomputes within a graph it fuses in another way.
+            "inexact": self.options.settings.get("compress") not in (None, "exact")
+            or self.options.compiled not in (None, 1),
         }
 
     def turn(self, index: int) -> dict[str, Any]:
