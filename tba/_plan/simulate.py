@@ -153,17 +153,13 @@ class _Host:
                 self._nbytes -= nbytes
                 return
 
-    def has_room_at(self, nbytes: int, now_s: float) -> float:
-        """Return when so many bytes more may be on their way here."""
-        while self._waiting and self._waiting[0][1] <= now_s:
-            self._waiting.popleft()
-        waiting_bytes = sum(each for each, _ in self._waiting)
-        for each, there_s in self._waiting:
-            if waiting_bytes + nbytes <= self._spill.queued_bytes:
-                break
+    def has_room_at(self, nbytes: int) -> float:
+        """Return when so many bytes more may be on their way here: the host, ahead of its device, has waited for that."""
+        waiting_bytes, room_s = sum(each for each, _ in self._waiting), 0.0
+        while self._waiting and waiting_bytes + nbytes > self._spill.queued_bytes:
+            each, room_s = self._waiting.popleft()
             waiting_bytes -= each
-            now_s = there_s
-        return now_s
+        return room_s
 
     def give(self, number: int, nbytes: int, now_s: float) -> float:
         """Return when a storage is in host memory, which asks the disk for it if it has gone there."""
@@ -279,9 +275,10 @@ class _Step:
             nbytes = self.facts.saved[number].nbytes
             while self.way.writes and self.out + nbytes > link.in_flight_bytes:
                 now_s = self.wait_for_a_write(now_s)
-            if self.way.host is not None and (room_s := self.way.host.has_room_at(nbytes, now_s)) > now_s:
+            if self.way.host is not None:
+                room_s = self.way.host.has_room_at(nbytes)
                 now_s = self.wait_until(room_s, now_s)
-                self.land(now_s)
+                self.land(room_s)
             self.way.write(number, now_s)
             self.kept -= nbytes
             self.out += nbytes

@@ -25,7 +25,7 @@ def test_what_host_memory_holds_never_meets_the_disk() -> None:
 
 
 def test_a_host_ahead_of_its_device_fills_memory_up_to_the_budget() -> None:
-    facts = storages([MIB] * 40, replace(link(40), in_flight_bytes=40 * MIB))
+    facts = storages([MIB] * 40, replace(link(40, queued_mib=40), in_flight_bytes=40 * MIB))
     one_link = replace(facts, link=replace(facts.link, spill=None))
     budget_bytes = 12 * MIB  # of which the tensor being computed is the last
     at_once, ahead = (simulate(each, range(38), (), budget_bytes) for each in (one_link, facts))
@@ -34,6 +34,14 @@ def test_a_host_ahead_of_its_device_fills_memory_up_to_the_budget() -> None:
     assert in_forward[0] < 8 * MIB
     assert in_forward[1] == ahead.held_bytes == budget_bytes
     assert [moment.at_s for moment in ahead.moments] == sorted(moment.at_s for moment in ahead.moments)
+
+
+def test_a_host_that_waits_for_room_in_host_memory_hears_of_what_was_written() -> None:
+    facts = storages([MIB] * 40, replace(link(40, queued_mib=4), in_flight_bytes=40 * MIB))
+    found = simulate(facts, range(38), (), 12 * MIB)
+    in_forward = max(each.nbytes for each in found.moments if each.at_s < found.turn_s)
+    assert 4 * MIB <= in_forward <= 7 * MIB  # 4 on their way, and a burst that is still to be sent
+    assert found.waited_s == 0
 
 
 def test_the_oldest_go_to_the_disk_and_forward_waits_for_it() -> None:
