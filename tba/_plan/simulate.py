@@ -154,7 +154,7 @@ class _Host:
                 return
 
     def has_room_at(self, nbytes: int) -> float:
-        """Return when so many bytes more may be on their way here: the host, ahead of its device, has waited for that."""
+        """Return when so many bytes more may be on their way: a host that is ahead of its device waits for that."""
         waiting_bytes, room_s = sum(each for each, _ in self._waiting), 0.0
         while self._waiting and waiting_bytes + nbytes > self._spill.queued_bytes:
             each, room_s = self._waiting.popleft()
