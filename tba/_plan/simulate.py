@@ -118,6 +118,7 @@ class _Host:
         self._nbytes = 0
         self._kept: deque[tuple[int, int, float]] = deque()  # number, bytes, and when it is there
         self._waiting: deque[tuple[int, float]] = deque()  # bytes on their way here, and when there is room for them
+        self._waiting_bytes = 0
         self._spilled: dict[int, tuple[float, float]] = {}  # when each was written to the disk
         self._free_s = self._reads_until_s = 0.0  # of the disk
 
@@ -136,6 +137,7 @@ class _Host:
             self._kept.append((number, nbytes, there_s))
             self._nbytes += nbytes
         self._waiting.append((nbytes, there_s))
+        self._waiting_bytes += nbytes
 
     def _to_disk(self, number: int, nbytes: int, at_s: float) -> float:
         begin_s = max(self._free_s, at_s)
@@ -155,10 +157,10 @@ class _Host:
 
     def has_room_at(self, nbytes: int) -> float:
         """Return when so many bytes more may be on their way: a host that is ahead of its device waits for that."""
-        waiting_bytes, room_s = sum(each for each, _ in self._waiting), 0.0
-        while self._waiting and waiting_bytes + nbytes > self._spill.queued_bytes:
+        room_s = 0.0
+        while self._waiting and self._waiting_bytes + nbytes > self._spill.queued_bytes:
             each, room_s = self._waiting.popleft()
-            waiting_bytes -= each
+            self._waiting_bytes -= each
         return room_s
 
     def give(self, number: int, nbytes: int, now_s: float) -> float:
