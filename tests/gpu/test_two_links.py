@@ -14,8 +14,6 @@ from support.exactness import assert_bit_equal
 from support.gpu import DEVICE, MIB, card, gpu_only, open_device
 from support.models import Waves
 from tba import Offloader, offload_context
-from tba._blocks.timeline import Timeline
-from tba._plan import clock
 
 pytestmark = gpu_only
 
@@ -75,32 +73,3 @@ def test_a_small_budget_for_host_memory_is_filled_and_the_rest_goes_to_disk(
         assert sum(spilled) >= NBYTES
         left_bytes = plan.predicted.moved_bytes - plan.facts.link.spill.host_bytes
         assert left_bytes <= plan.predicted.spilled_bytes <= left_bytes + NBYTES
-
-
-class Slow(clock.Clock):
-    """Each wait of the host counts for 100 s."""
-
-    waits = 0
-
-    def waited_s(self, seconds: float) -> float:
-        self.waits += 1
-        return 100.0
-
-
-def test_a_host_that_waits_for_a_device_behind_it_is_no_slow_link(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waiting = Slow()
-    monkeypatch.setattr(clock, "current", waiting)
-    monkeypatch.setattr(Timeline, "step", lambda self: (1.0, 0.0))  # the device was never idle
-    model = Waves(LAYERS, NBYTES).to(DEVICE)
-    settings = {"memory_budget": 16 * MIB, "min_tensor_bytes": 0, "staging_bytes": NBYTES, "storage_paths": scratch}
-    offload = offload_context(model, **settings)
-    for _ in range(8):
-        gradients(1, offload, model)
-        assert offload.plan is None or offload.plan.predicted.step_s < 50
-    card.synchronize()
-    assert offload.plan
-    assert offload.plan.sends
-    assert waiting.waits
-    offload.close()
