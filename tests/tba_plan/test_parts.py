@@ -88,7 +88,7 @@ def test_parts_make_no_plan_slower(share: float, rate: float, attention: float, 
     assert_nothing_recomputes_twice(plan)
     assert plan.fits or not before.fits
     if before.fits:
-        assert plan.predicted.step_s <= 1.002 * before.predicted.step_s
+        assert plan.predicted.step_s <= 1.001 * before.predicted.step_s
         assert plan.bound_s <= plan.predicted.step_s
 
 
