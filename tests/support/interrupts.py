@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
@@ -52,6 +53,12 @@ def _interrupted(call: Callable[[], object], files: set[str | None], place: int)
             yield True
         yield False
 
-    # An interrupt amid the bytecodes that end an `except` leaves its error with whoever handles errors: a generator has
-    # its own, and takes it along.
-    return next(alone())
+    # The garbage of other tests is not collected meanwhile: Python only prints what a finalizer raises, so an interrupt
+    # there would not end the call.
+    gc.disable()
+    try:
+        # An interrupt amid the bytecodes that end an `except` leaves its error with whoever handles errors: a generator
+        # has its own, and takes it along.
+        return next(alone())
+    finally:
+        gc.enable()
