@@ -201,7 +201,7 @@ class ReadAhead:
         self.records.pop(number, None)
         if number in self._write_behind.members:
             self._write_behind.bury(number)
-        self._ledger.bury(remains.nbytes, self._forget(number))
+        self._ledger.bury(remains.nbytes, self._forget(number) if number in self._members else 0)
         if self._mover.recorder.trace is not None:
             now_s = time.perf_counter()
             self._mover.recorder.note("freed", now_s, now_s, 0, f"#{number}")
@@ -296,15 +296,15 @@ class ReadAhead:
         return nbytes
 
     def _leave(self, number: int) -> None:
-        """Count a record no longer, which lives on."""
-        if nbytes := self._forget(number):
-            self._ledger.count_read_back(-nbytes)
+        """Count a record no longer, if it counts here; it lives on."""
+        if number in self._members:
+            self._ledger.count_read_back(-self._forget(number))
 
     def _forget(self, number: int) -> int:
-        """Forget a record that counts here, if it does; returns the bytes that it counted for."""
+        """Forget a record that counts here; returns the bytes that it counted for."""
         self._used_up.pop(number, None)
         self._out.pop(number, None)
-        return self._members.pop(number, 0)
+        return self._members.pop(number)
 
     def _arrived_bytes(self) -> int:
         """Bytes of what counts here, less what a device has still to get."""

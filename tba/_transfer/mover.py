@@ -260,7 +260,7 @@ class Mover:
             host = copy.buffer.owner
             assert isinstance(host, Tensor)
             if self.landing.stage(record, host):
-                self._writes.stage(write, record.nbytes)
+                self._writes.stage(written)
 
     def take_back(self, record: Record) -> bool:
         """Cancel a queued write: the bytes stay in memory. False if it is running or done; it is `wanted` then."""
