@@ -64,6 +64,7 @@ class Ticket:
         started_s, ended_s: `time.perf_counter()` around the transfer, for timelines.
         cpu_s: CPU seconds on the thread that ran it.
         error: the exception that ended it, or None.
+        state: where it is in its life.
         watch: who moves the bytes; set by the store.
     """
 

@@ -134,7 +134,8 @@ class FileStore(Store, Generic[File]):
         return self._workers.submit(Ticket(buffer, location, self._read, on_done, before), urgent=True)
 
     def discard(self, ticket: Ticket) -> None:
-        ticket.cancel()
+        if ticket.location is None:  # a worker sets it as the write begins: there is nothing to cancel any more
+            ticket.cancel()
         self._space.discard(ticket)
 
     def trim(self) -> None:

@@ -28,7 +28,7 @@ from .._record.plain import Shell, held_bytes, opened, shown_bytes, why_not_plai
 from .._record.record import Record
 from .._record.sighting import ODD, SMALL, WEIGHT, Chains, Sighting, Sizes, Stays, recognise
 from .._record.user_code import Detached
-from .._record.view import View, view_and_span
+from .._record.view import View, span
 from .._stats import Counters
 from .._torch.private import current_graph_task_id, gives_lengths, graph_is_kept, in_graph_pool, sequence_nr
 from .._torch.weights import mark_weights
@@ -242,7 +242,8 @@ class Packing:
         decision, reason = self._decisions[not tensor.is_cpu, current_graph_task_id() != -1 and not graph_is_kept()]
         if decision is KEEP or not seen.nbytes or self._mover.closed:
             return self.keep(tensor, seen.nbytes, reason or ("closed" if seen.nbytes else "empty"))
-        view, begin, end = view_and_span(tensor)
+        view = View.of(tensor)
+        begin, end = span(tensor, view)
         if end > seen.storage_bytes:  # whoever emptied it fills it again, with whatever bytes
             return self.keep(tensor, seen.nbytes, EMPTIED)
         nbytes, kind = min(seen.nbytes, end - begin), _UNKNOWN
@@ -256,7 +257,8 @@ class Packing:
             return self.keep(tensor, nbytes, TOO_SMALL)
         if tensor.is_quantized or tensor._is_zerotensor():
             return self._odd(tensor, within)
-        if len(view.size) == 1 and gives_lengths(tensor):
+        # Offsets are integers; the lookup is several calls of Python.
+        if len(view.size) == 1 and not view.dtype.is_floating_point and gives_lengths(tensor):
             return self.keep(tensor, nbytes, OFFSETS)
         if not tensor.is_cpu and in_graph_pool(tensor):
             self._whole.tell_pool()

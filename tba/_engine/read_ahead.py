@@ -117,7 +117,9 @@ class ReadAhead:
         budget_bytes = self._ledger.read_bytes
         if self._most_bytes is not None:
             budget_bytes = min(budget_bytes, self._most_bytes)
-        lacks_bytes = self.nbytes + read_burst_bytes(budget_bytes) - budget_bytes if self._members else 0
+        lacks_bytes = 0
+        if self._members:
+            lacks_bytes = self._ledger.read_back_bytes + read_burst_bytes(budget_bytes) - budget_bytes
         # Nobody else could make room.
         if lacks_bytes > 0 and len(self._used_up) == (current is not None and current.number in self._used_up):
             return lacks_bytes
@@ -128,7 +130,7 @@ class ReadAhead:
                 walk.take()
                 continue
             if not self._make_room(record, current, budget_bytes, evict_unused=False):
-                return max(1, self.nbytes + record.nbytes - budget_bytes)
+                return max(1, self._ledger.read_back_bytes + record.nbytes - budget_bytes)
             walk.take()
             tracer = interrupts.tracer()
             try:
@@ -154,11 +156,12 @@ class ReadAhead:
         self.advance(task, None)
 
     def answered(self, record: Record) -> None:
-        """Note that backward got a record once more."""
+        """Note that backward got a record, for the last time perhaps (`Record.answer`)."""
         number = record.number
-        if record.answer() and number in self._members:
+        if record.asks >= record.saves and number in self._members:
             self._used_up[number] = self._members[number]
-        self._write_behind.tell_progress()
+        if not self._write_behind.progress.over:
+            self._write_behind.progress.look()
 
     def let_go(self, current: Record) -> None:
         """Let go of all memory that can be had again, as there is too little; `current` is being asked for."""
@@ -179,26 +182,30 @@ class ReadAhead:
 
     def settle(self) -> None:
         """Give back what dead records left, and check whether written ones were edited before the copy was finished."""
-        self._mover.land()
+        mover = self._mover
+        if mover.ended or mover.copies.count or mover.timed:
+            mover.land()
         while self.remains:
             remains = self.remains.popleft()
             self._bury(remains)
-            self._write_behind.bury(remains)
             if self._planner is not None:
                 self._planner.freed(remains.number)
             if remains.write is not None:
-                self._mover.discard(remains.write)
-        if self._mover.landing.unconfirmed:
-            self._mover.landing.confirm()
+                mover.discard(remains.write)
+        if mover.landing.unconfirmed:
+            mover.landing.confirm()
 
     def _bury(self, remains: Remains) -> None:
         """Forget a record that has died."""
-        self.records.pop(remains.number, None)
-        self._ledger.save(-remains.nbytes)
-        self._leave(remains.number)
+        number = remains.number
+        self.records.pop(number, None)
+        if number in self._write_behind.members:
+            self._write_behind.bury(number)
+        self._ledger.bury(remains.nbytes, self._forget(number) if number in self._members else 0)
         if self._mover.recorder.trace is not None:
             now_s = time.perf_counter()
-            self._mover.recorder.note("freed", now_s, now_s, 0, f"#{remains.number}")
+            self._mover.recorder.note("freed", now_s, now_s, 0, f"#{number}")
+            self._ledger.note()
 
     def end_walks(self) -> None:
         """Learn from the walks of a step that has ended.
@@ -252,7 +259,7 @@ class ReadAhead:
         return record.stays or record.number in self._members or record.number in self._write_behind.members
 
     def _make_room(self, wanted: Record, current: Record | None, budget_bytes: int, *, evict_unused: bool) -> bool:
-        need = self.nbytes + wanted.nbytes - budget_bytes
+        need = self._ledger.read_back_bytes + wanted.nbytes - budget_bytes
         if need <= 0:
             return True
         alone = not self._ledger.limited  # then what is larger than the budget may be read ahead on its own
@@ -264,7 +271,7 @@ class ReadAhead:
                 need -= self._evict(record)
                 if need <= 0:
                     return True
-        return alone and not self.nbytes
+        return alone and not self._ledger.read_back_bytes
 
     def _evict(self, record: Record, *, waits: bool = True) -> int:
         """Evict a record; returns the bytes this frees (soon, where they are still to be written).
@@ -289,14 +296,21 @@ class ReadAhead:
         return nbytes
 
     def _leave(self, number: int) -> None:
-        self._ledger.count_read_back(-self._members.pop(number, 0))
+        """Count a record no longer, if it counts here; it lives on."""
+        if number in self._members:
+            self._ledger.count_read_back(-self._forget(number))
+
+    def _forget(self, number: int) -> int:
+        """Forget a record that counts here; returns the bytes that it counted for."""
         self._used_up.pop(number, None)
         self._out.pop(number, None)
+        return self._members.pop(number)
 
     def _arrived_bytes(self) -> int:
         """Bytes of what counts here, less what a device has still to get."""
         arriving = [record for reference in self._arriving if (record := reference()) is not None]
-        return self.nbytes - sum(self._members.get(record.number, 0) for record in arriving if record.read is not None)
+        to_come = sum(self._members.get(record.number, 0) for record in arriving if record.read is not None)
+        return self._ledger.read_back_bytes - to_come
 
     def _met(self, error: BaseException) -> None:
         """Meet an error of a read ahead of its time: where memory is lacking, no more of it is taken in this step.

@@ -512,6 +512,7 @@ class Saver(ForkAware):
 
     def settle(self) -> None:
         """Settle what has died or ended meanwhile, and count what was saved in the midst of a change."""
+        self.mover.land()  # all of it: what only costs are counted from too
         self.read_ahead.settle()
         while self._saved_aside:
             self.counters.kept_by_reason[ASIDE] += self._saved_aside.popleft()

@@ -230,9 +230,13 @@ class Progress:
     """A word to a user whose first micro-batch takes long: how far it has come, each time it took twice as long.
 
     It is told by whatever hook comes next, so nothing watches beside the training; one that stands still tells nothing.
+
+    Attributes:
+        over: a micro-batch has ended, and `look` need not be called any more.
     """
 
     def __init__(self, tier: str, counters: Counters) -> None:
+        self.over = False
         self._tells = tier != "keep" and speaks()
         self._tier = tier
         self._counters = counters
@@ -240,7 +244,10 @@ class Progress:
         self._next_s = _LONG_S
 
     def look(self) -> None:
-        """Look at the clock. Call it for each record, for as long as no micro-batch has ended."""
+        """Look at the clock. Call it for each record, until it is `over`."""
+        if self._counters.micro_batches:
+            self.over = True
+            return
         now_s = time.perf_counter()
         if not self._begun_s:
             self._begun_s = now_s

@@ -100,6 +100,7 @@ class Unpacking:
             derived = record.state is DERIVED
             again_asked = not derived and task != -1 and not self._read_ahead.ask(record, task)
             if again_asked and not to_code and record.shows():
+                record.answer()
                 self._read_ahead.answered(record)
                 return restore(record, view)
             give = partial(self._give, record, view, task, to_code)
@@ -175,13 +176,14 @@ class Unpacking:
         if not self._bring(record, task):
             return None
         if record.asks == asks:
-            read_ahead.answered(record)
+            record.answer()  # first: what follows depends on whether it is asked for again
         if to_code:
             tensor, gone = look_for_code(record, view, task)
             if gone:
                 read_ahead.hand_over(record)
         else:
             tensor = restore(record, view)
+        read_ahead.answered(record)
         read_ahead.advance(task, record)  # last: waiting for room in it lets go of the lock
         return tensor
 
@@ -192,15 +194,14 @@ class Unpacking:
             if record.offloaded and not record.asks and record.state in IN_MEMORY:
                 self._mover.forward(record)
             return self._read_ahead.bring(record, task)
-        if record.read is not None and not record.read.done():
-            self._read_ahead.advance(task, record)
-            return False
         try:
-            self._mover.arrive(record)
+            arrived = self._mover.arrive(record)
         except shortage.ENDS:  # TransferError, or no memory on the device
             self._read_ahead.hand_over(record)
             raise
-        return True
+        if not arrived:
+            self._read_ahead.advance(task, record)
+        return arrived
 
 
 def _lack(record: Record, error: BaseException) -> RuntimeError:

@@ -17,7 +17,7 @@ from typing import Any
 from .._config import OffloadConfig
 from .._memory.ledger import Ledger
 from .._plan import policy
-from .._record.record import Record, Remains
+from .._record.record import Record
 from .._record.user_code import Detached
 from .._stats import Counters
 from .._transfer.mover import Mover
@@ -29,6 +29,7 @@ class WriteBehind:
 
     Attributes:
         ledger: counts what is held, and says how much may be.
+        progress: of a long first micro-batch; looked at for each record that is saved or asked for.
         members: by number, oldest first: bytes of each. A plain dict would scan deleted slots to reach the oldest.
     """
 
@@ -38,7 +39,7 @@ class WriteBehind:
         self._mover = mover
         self.ledger = ledger
         self._counters = counters
-        self._progress = Progress(config.tier, counters)
+        self.progress = Progress(config.tier, counters)
         self._going: list[int] = []  # members that are to go by plan, a few at a time
         self._going_bytes = 0
         self._planned_bytes = 0  # saved so far in this step, of what goes by plan
@@ -52,10 +53,11 @@ class WriteBehind:
             self._going.append(record.number)
             self._going_bytes += record.nbytes
             self._planned_bytes += record.nbytes
-        self._make_room(record.goes)
+        self._make_room(self.ledger.over_bytes, record.goes)
         if self.ledger.held_bytes > self._counters.held_bytes:
             self._counters.held_bytes = self.ledger.held_bytes
-        self.tell_progress()
+        if not self.progress.over:
+            self.progress.look()
 
     def hold_again(self, record: Record) -> None:
         """Hold a record that backward has had and its graph still owns; it is the first to go."""
@@ -71,21 +73,16 @@ class WriteBehind:
         """Count what their operators have finished (as `Step.due`), and wait if it is too much."""
         self.ledger.keep_awaited((packed[0], nbytes, type(packed) is not Detached) for _, packed, nbytes in finished)
         if self.members or self._mover.staging.bytes:
-            self._make_room(False)
+            self._make_room(self.ledger.over_bytes, False)
 
-    def tell_progress(self) -> None:
-        """Say how far a long first micro-batch has come. Call it for each record that is saved or asked for."""
-        if not self._counters.micro_batches:
-            self._progress.look()
-
-    def _make_room(self, goes: bool) -> None:
+    def _make_room(self, over_bytes: int, goes: bool) -> None:
         """Send what is to go by plan, some of it at a time, and if that is too little the oldest.
 
-        `goes`: there is more of it than before.
+        `over_bytes`: by which what is held exceeds what may be; `goes`: more is to go by plan than before.
         """
-        ledger, over_bytes = self.ledger, self.ledger.over_bytes
         if not (goes or over_bytes > 0):
             return
+        ledger = self.ledger
         limit_bytes, hold_bytes = ledger.limit_bytes, ledger.hold_bytes
         staging, staging_bytes = self._mover.staging, self._mover.limits.staging_bytes
         if self._going:
@@ -109,12 +106,10 @@ class WriteBehind:
         """Forget what goes by the plan of the step that has ended."""
         self._going, self._going_bytes, self._planned_bytes = [], 0, 0
 
-    def bury(self, remains: Remains) -> None:
-        """Forget a record that has died."""
-        _, nbytes = self.members.pop(remains.number, (None, 0))
+    def bury(self, number: int) -> None:
+        """Forget a member that has died."""
+        _, nbytes = self.members.pop(number)
         self.ledger.count_held(-nbytes)
-        if self._mover.recorder.trace is not None:
-            self.ledger.note()
 
     def _send(self, held_bytes: int) -> None:
         """Send the oldest until no more than so many bytes are held."""

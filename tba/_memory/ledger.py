@@ -125,10 +125,14 @@ class Ledger:
     # -- what happens ------------------------------------------------------------------------------------------------
 
     def save(self, nbytes: int) -> None:
-        """Count a record that a graph owns, wherever its bytes are; below 0, one that has died."""
+        """Count a record that a graph owns, wherever its bytes are."""
         self._recorded_bytes += nbytes
-        if nbytes > 0:
-            self._note_plain(self.passed_bytes)
+        self._note_plain(self.passed_bytes)
+
+    def bury(self, nbytes: int, read_back_bytes: int) -> None:
+        """Count a record no longer, as it has died: it was saved with `nbytes`, read-ahead had `read_back_bytes`."""
+        self._recorded_bytes -= nbytes
+        self.read_back_bytes -= read_back_bytes
 
     def await_operator(self, nbytes: int) -> None:
         """Count what stays without a record until its operator has finished (`keep`)."""
@@ -143,10 +147,11 @@ class Ledger:
     def hold(self, nbytes: int, plain_bytes: int, device: torch.device) -> None:
         """Count a new record that is held, of `plain_bytes` before any codec, and look at memory now and then."""
         self.held_bytes += nbytes
-        self._meet(plain_bytes)
+        if plain_bytes > self._step_largest_bytes:
+            self._meet(plain_bytes)
         if self._adapts and self._room.fill(nbytes, device):
             self.look_at_room()
-        self.note()
+        self._note_held(self.passed_bytes)
 
     def count_held(self, nbytes: int) -> None:
         """Count a record that is held once more; below 0, one that is sent or has died."""
@@ -170,7 +175,8 @@ class Ledger:
     def keep(self, tensor: Tensor, nbytes: int, *, shared: bool) -> None:
         """Count a tensor that stays without a record while it lives; one that the program may own too, in this step."""
         (self._passed_shared if shared else self._passed).add(tensor, nbytes)
-        self._meet(nbytes)
+        if nbytes > self._step_largest_bytes:
+            self._meet(nbytes)
         passed_bytes = self.passed_bytes
         self._note_plain(passed_bytes)
         self._note_held(passed_bytes)
@@ -201,9 +207,9 @@ class Ledger:
         return peaks
 
     def _meet(self, nbytes: int) -> None:
-        if nbytes > self._step_largest_bytes:
-            self._step_largest_bytes = nbytes
-            self._largest_bytes = max(self._largest_bytes, nbytes)
+        """Meet the largest tensor of the step so far."""
+        self._step_largest_bytes = nbytes
+        self._largest_bytes = max(self._largest_bytes, nbytes)
 
     # -- what is left ------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from io_backends import Buffer, BufferPool, Store, StoreFull, interrupts
@@ -108,11 +109,13 @@ class Buffers:
         except StoreFull:
             return BufferPool(memory.alignment).lease(nbytes, skew)
 
-    def restore(self, record: Record, host: Tensor, *, timed: bool = False) -> streams.Arrival | None:
-        """Give a record its bytes; a device's are copied from here. Raises RuntimeError if the device has no memory.
+    def restore(self, record: Record, found: memoryview | Tensor, *, timed: bool = False) -> streams.Arrival | None:
+        """Give a record its bytes, `found` in a lease or a tensor's memory; a device's are copied from there.
 
-        Returns the copy; with `timed`, it tells how long it took.
+        Returns the copy; with `timed`, it tells how long it took. Raises RuntimeError if the device has no memory.
         """
+        plain = record.stream is None and record.encoded is None
+        host = streams.host_bytes(found, record.label[0] if plain else torch.uint8)
         memory = None if record.stream is None else self._memory.of(record.device)
         try:
             taken = record.ready if isinstance(record.ready, streams.Target) else None

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from io_backends import Ticket
-
 from .._plan import clock
 from .._plan.clock import Carried
 
@@ -80,12 +78,10 @@ class Cost:
     disk_back: Way = field(default_factory=Way)
     device: Aside | None = None
 
-    def add(self, ticket: Ticket, way: Way | None) -> None:
-        """Count a transfer that has ended, on its `way`: None if the store had nothing to move."""
-        nbytes = ticket.moved_bytes
+    def add(self, nbytes: int, carried: Carried, way: Way | None) -> None:
+        """Count a transfer that has ended and moved `nbytes`, on its `way`: None if the store had nothing to move."""
         if not nbytes:
             return
-        carried = clock.current.carried(ticket)
         if way is not None:
             way.add(nbytes, carried)
         cpu_s = carried.cpu_s
@@ -100,10 +96,9 @@ class Cost:
         self.out, self.back, self.disk_out, self.disk_back = Way(), Way(), Way(), Way()
         self.device = None
 
-    def spilled(self, ticket: Ticket) -> None:
+    def spilled(self, nbytes: int, carried: Carried) -> None:
         """Count a write from host memory to the disk beneath it: of bytes that were counted on their way out."""
-        carried = clock.current.carried(ticket)
-        self.disk_out.add(ticket.moved_bytes, carried)
+        self.disk_out.add(nbytes, carried)
         self.cpu_s += carried.cpu_s
 
     def mark_waits(self, device: Aside | None) -> None:

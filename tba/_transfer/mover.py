@@ -39,13 +39,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from io_backends import BufferPool, Store, StoreError, Ticket, interrupts
+from io_backends import BufferPool, Store, StoreError, Ticket, TicketState, interrupts
 
 from .._device import streams
 from .._memory.host_pools import HostMemory
 from .._memory.limits import Limits
 from .._memory.pressure import Pressure
-from .._plan import policy
+from .._plan import clock, policy
 from .._record.record import PENDING, READING, RESIDENT, WRITING, Record
 from .._stats import Counters, Recorder
 from .buffers import Buffers
@@ -57,6 +57,7 @@ from .landing import CLOSED, MOVED, Landing
 from .staging import Staging
 from .writes import Writes
 
+QUEUED = TicketState.QUEUED  # by a name of its own, as the states of a record
 # Of copies of so many bytes a device times every eighth: two events of each cost 6 us.
 _TIMED_BYTES, _TIMED_EVERY = 1 << 20, 8
 
@@ -98,7 +99,7 @@ class Mover:
         self.ended: deque[Ticket] = deque()  # writes that have ended and are still to be landed
         self.copies = Copies()
         self._writes = Writes(self.staging, allowance)
-        self._timed: deque[tuple[streams.Arrival, int]] = deque()  # copies to a device, and their bytes
+        self.timed: deque[tuple[streams.Arrival, int]] = deque()  # copies to a device, and their bytes
         self._large_copies = 0
         self._sending = False
         self.sent_bytes = 0  # by writes queued in this step
@@ -204,16 +205,18 @@ class Mover:
         if self.copies.count:
             for copy in self.copies.over():
                 self._write_copied(copy)
-        while self._timed and (seconds := self._timed[0][0].seconds()):
-            self.cost.back.sample(self._timed.popleft()[1], seconds)
+        while self.timed and (seconds := self.timed[0][0].seconds()):
+            self.cost.back.sample(self.timed.popleft()[1], seconds)
         spills = None if self.store is None else self.store.spills
         while spills:
-            self.cost.spilled(spills.popleft())
+            spilled = spills.popleft()
+            self.cost.spilled(spilled.moved_bytes, clock.current.carried(spilled))
         while self.ended and not self.torn:
             ticket = self.ended.popleft()
             write = self._writes.end(ticket)
             self.counters.written_bytes += ticket.moved_bytes
-            self.cost.add(ticket, None if write.at_once or spills is not None else self.cost.out)
+            way = None if write.at_once or spills is not None else self.cost.out
+            self.cost.add(ticket.moved_bytes, clock.current.carried(ticket), way)
             record = write.record()
             if self.recorder.trace is not None:
                 label = record.name() if record is not None else "dropped"
@@ -257,7 +260,7 @@ class Mover:
             host = copy.buffer.owner
             assert isinstance(host, Tensor)
             if self.landing.stage(record, host):
-                self._writes.stage(write, record.nbytes)
+                self._writes.stage(written)
 
     def take_back(self, record: Record) -> bool:
         """Cancel a queued write: the bytes stay in memory. False if it is running or done; it is `wanted` then."""
@@ -289,7 +292,7 @@ class Mover:
     def discard(self, ticket: Ticket) -> None:
         """Free the place in the store of a dead record."""
         if self.store is not None:
-            if not ticket.done():
+            if ticket.state is QUEUED:
                 self._writes.cancel(ticket)
             if not isinstance(ticket, Unbegun):
                 self.store.discard(ticket)
@@ -330,7 +333,7 @@ class Mover:
         """Start the copy of a record to its device from where it is in host memory."""
         arrival = self._buffers.restore(record, host, timed=self._times(record.nbytes))
         if arrival is not None and arrival.timed:
-            self._timed.append((arrival, record.nbytes))
+            self.timed.append((arrival, record.nbytes))
 
     def _times(self, nbytes: int) -> bool:
         """Whether a device is to time a copy of so many bytes: every eighth of those that are large enough to tell."""
@@ -397,21 +400,25 @@ class Mover:
     def _read_ended(self, ticket: Ticket) -> None:
         self._reads_ended += 1  # only ever compared for change, so a lost update does no harm
 
-    def arrive(self, record: Record) -> None:
-        """Turn a read that has ended into a restored tensor. Raises TransferError."""
+    def arrive(self, record: Record) -> bool:
+        """Turn a read that has ended into a restored tensor; False while it is under way. Raises TransferError."""
         ticket, kept = record.read, record.view
-        if record.state is not READING or ticket is None or not ticket.done():
-            return
+        if record.state is not READING or ticket is None:
+            return True
+        if not ticket.done():
+            return False
         if ticket.error is not None:
             record.read_failed()
             raise self.failures.not_read(record, ticket.error) from ticket.error
         self.counters.read_bytes += ticket.moved_bytes
         lower = record.stream is not None and self.store is not None and self.store.spills is not None
-        self.cost.add(ticket, self.cost.disk_back if lower else self.cost.back)
+        way = self.cost.disk_back if lower else self.cost.back
+        self.cost.add(ticket.moved_bytes, clock.current.carried(ticket), way)
         if self.recorder.trace is not None:
             self.recorder.note("read", ticket.started_s, ticket.ended_s, record.nbytes, record.name())
-        plain = record.stream is None and record.encoded is None
-        self._buffers.restore(record, streams.host_bytes(kept, record.label[0] if plain else torch.uint8))
+        assert kept is not None
+        self._buffers.restore(record, kept)
+        return True
 
     # -- both ----------------------------------------------------------------------------------------------------
 

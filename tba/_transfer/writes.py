@@ -6,7 +6,7 @@ Wants the engine's lock held.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from io_backends import Ticket
 
@@ -15,8 +15,7 @@ from .daily_allowance import Allowance
 from .staging import Staging
 
 
-@dataclass(slots=True)
-class WriteUnderWay:
+class WriteUnderWay(NamedTuple):
     """A write that the store has.
 
     Attributes:
@@ -27,11 +26,7 @@ class WriteUnderWay:
 
     record: weakref.ref[Record]
     at_once: bool
-    staged: bool = False
-
-    def stage(self) -> None:
-        """Note that the device's memory is free."""
-        self.staged = True
+    staged: bool
 
 
 class Writes:
@@ -44,13 +39,14 @@ class Writes:
 
     def begin(self, ticket: Ticket, record: Record, *, at_once: bool = False) -> WriteUnderWay:
         """Note that the store has the write of a record, or had nothing to move and ended it `at_once`."""
-        write = self._under_way[ticket] = WriteUnderWay(record.ref, at_once)
+        # Not by WriteUnderWay(...), which is a Python function and would be called for every write.
+        write = self._under_way[ticket] = tuple.__new__(WriteUnderWay, (record.ref, at_once, False))
         return write
 
-    def stage(self, write: WriteUnderWay, nbytes: int) -> None:
-        """Count the bytes of a write as in host memory: the device's is free."""
-        write.stage()
-        self._staging.stage(nbytes)
+    def stage(self, ticket: Ticket) -> None:
+        """Count the bytes of a write under way as in host memory: the device's is free."""
+        self._under_way[ticket] = self._under_way[ticket]._replace(staged=True)
+        self._staging.stage(ticket.nbytes)
 
     def end(self, ticket: Ticket) -> WriteUnderWay:
         """Count a write that has ended as no longer in flight."""

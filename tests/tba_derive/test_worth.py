@@ -106,7 +106,7 @@ def test_the_cost_of_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     transfers = ((0, 5.0, 0.0, 9.0), (100, 1.0, 1.0, 2.0), (300, 1.0, 1.5, 4.0))  # the first of an empty tensor
     for moved_bytes, cpu_s, started_s, ended_s in transfers:
         ticket: Any = SimpleNamespace(moved_bytes=moved_bytes, cpu_s=cpu_s, started_s=started_s, ended_s=ended_s)
-        cost.add(ticket, cost.out)
+        cost.add(moved_bytes, clock.current.carried(ticket), cost.out)
     assert (cost.out.nbytes, cost.out.busy_s) == (400, 3.0)  # two that overlap are busy once
     assert (cost.back.nbytes, cost.back.bytes_per_s) == (0, 0.0)
     assert cost.out.bytes_per_s == 0.0  # too few bytes to tell
