@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from threading import RLock
 from typing import Any
 
-from io_backends import Store
+from io_backends import Store, interrupts
 
 from .._config import OffloadConfig
 from .._errors import ConfigError
 from .._memory import free_memory
 from .._memory.limits import hold_budget_bytes
-from .._stats import OffloadStats
+from .._stats import Counters, OffloadStats
 from .._text import size
 from .._torch.user_frames import Notices, warn
 from . import inductor
@@ -31,21 +32,30 @@ _RECOMPUTED = (0.5, 0.2)
 class CompileBackend:
     """Backend for `torch.compile`, made by `compile_backend`.
 
+    Args:
+        config: the settings.
+        store: where bytes go, instead of the settings' store. The backend closes it.
+        engine: the lock and the counters of an engine, which hooks bring what graphs do not move, and which counts it.
+
     Attributes:
         config: the settings.
     """
 
-    def __init__(self, config: OffloadConfig, *, store: Store | None = None) -> None:
+    def __init__(
+        self, config: OffloadConfig, *, store: Store | None = None, engine: tuple[RLock, Counters] | None = None
+    ) -> None:
         for name, given in (("compress", config.compress), ("blocks", config.blocks), ("policy", config.policy)):
             if given not in (None, "budget"):
                 raise ConfigError(
                     f"compile_backend: {name}={given!r} has no effect inside a compiled graph; leave it unset"
                 )
         self.config = config
-        self._carrier = Carrier(config, store)
+        self._carrier = Carrier(config, store, engine)
+        self._alone = engine is None
         self._notices = Notices()
         self._items: list[Item] = []
 
+    @interrupts.lets_through  # compiling takes long
     def __call__(self, model: Any, inputs: Sequence[Any], *, mode: str | None = None, options: Any = None) -> Any:
         """Compile one graph: what `torch.compile` calls."""
         if missing := inductor.missing():
@@ -80,8 +90,13 @@ class CompileBackend:
         with inductor.config("_functorch").patch(enable_autograd_cache=False):
             compiled = compile_fx(model, inputs, config_patches=patches)
         with suppress(AttributeError):
-            compiled.tba_backend = self  # its operators need the items
+            compiled.tba_keeps = self if self._alone else self._items  # its operators need the items
         return compiled
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything moves in a graph that it has compiled."""
+        return bool(self._items)
 
     def partition(self, split: Callable[[], tuple[Any, Any]], output_count: int) -> tuple[Any, Any]:
         """Split a graph into forward and backward, and place the operators that move what it saves.
@@ -110,7 +125,9 @@ class CompileBackend:
                 )
         moved = [saved[number] for number in choice.moved]
         if moved:
-            beside_bytes = kept_bytes + sum(each.nbytes for each in saved) - sum(each.nbytes for each in moved)
+            beside_bytes = 0
+            if self._alone:
+                beside_bytes = kept_bytes + sum(each.nbytes for each in saved) - sum(each.nbytes for each in moved)
             self._items += place(forward.graph, backward.graph, moved, self._carrier, choice.windows, beside_bytes)
             for module in (forward, backward):
                 module.graph.lint()
@@ -152,6 +169,10 @@ class CompileBackend:
     def stats(self) -> OffloadStats:
         """Take a snapshot of what has moved since the start."""
         return self._carrier.stats()
+
+    def added_to(self, stats: OffloadStats) -> OffloadStats:
+        """Add to the engine's statistics what graphs hold beside it."""
+        return self._carrier.added_to(stats)
 
     def close(self) -> None:
         """End threads, free files and buffers. Idempotent. Graphs compiled by it go on, and nothing moves any more."""
