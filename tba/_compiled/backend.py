@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -81,7 +82,7 @@ class CompileBackend:
         ordered = patches.get("_post_fusion_custom_pass", settings._post_fusion_custom_pass)
         patches |= {
             "custom_partitioner_fn": _partitioner()(self, split),
-            "_post_fusion_custom_pass": _scheduler_pass()(self, ordered),
+            "_post_fusion_custom_pass": _scheduler_pass()(ordered),
             "reorder_for_peak_memory": False,  # the pass does so, and then places the operators
             # Compiled code names items of this process.
             "fx_graph_cache": False,
@@ -153,19 +154,6 @@ class CompileBackend:
             return int(self.config.memory_budget)
         return hold_budget_bytes(0, free_memory.free_bytes(), self._carrier.mover.limits.reserve_bytes)
 
-    def arrange(self, nodes: list[Any]) -> list[Any]:
-        """Order the kernels of one graph as PyTorch does, and put the operators among them."""
-        graph, ordered = inductor.take("V").graph, inductor.take("OrderedSet")
-        scheduler = graph.scheduler
-        nodes = inductor.take("reorder_for_peak_memory")(
-            nodes,
-            scheduler.name_to_buf,
-            scheduler.name_to_fused_node,
-            ordered(graph.graph_inputs.keys()),
-            ordered(graph.get_output_names()),
-        )
-        return arrange(nodes)
-
     def stats(self) -> OffloadStats:
         """Take a snapshot of what has moved since the start."""
         return self._carrier.stats()
@@ -207,15 +195,19 @@ def compile_backend(
 
 def _partitioner() -> Any:
     class Partitioner(inductor.take("CustomPartitionerFn")):  # type: ignore[misc]
-        """Hands a graph to the backend, with the partitioner that the program has set, or PyTorch's own."""
+        """Hands a graph to the backend, with the partitioner that the program has set, or PyTorch's own.
+
+        The compiler keeps its settings, and so this, beyond the compiled code: it must not keep the backend.
+        """
 
         def __init__(self, backend: CompileBackend, other: Any) -> None:
-            self._backend = backend
+            self._backend = weakref.ref(backend)
             self._split = other or inductor.take("min_cut_rematerialization_partition")
 
         def __call__(self, module: Any, inputs: Any, **settings: Any) -> tuple[Any, Any]:
             split = partial(self._split, module, inputs, **settings)
-            return self._backend.partition(split, settings["num_fwd_outputs"])
+            backend = self._backend()
+            return split() if backend is None else backend.partition(split, settings["num_fwd_outputs"])
 
         def uuid(self) -> None:
             return None  # nothing is cached
@@ -228,13 +220,23 @@ def _partitioner() -> Any:
 
 def _scheduler_pass() -> Any:
     class Pass(inductor.take("CustomSchedulerPass")):  # type: ignore[misc]
-        """Has the backend order the kernels, after the pass that the program has set."""
+        """Orders kernels as PyTorch does, after the pass that the program has set, and puts operators among them."""
 
-        def __init__(self, backend: CompileBackend, other: Any) -> None:
-            self._backend, self._other = backend, other
+        def __init__(self, other: Any) -> None:
+            self._other = other
 
         def __call__(self, nodes: list[Any]) -> list[Any]:
-            return self._backend.arrange(nodes if self._other is None else self._other(nodes))
+            nodes = nodes if self._other is None else self._other(nodes)
+            graph, ordered = inductor.take("V").graph, inductor.take("OrderedSet")
+            scheduler = graph.scheduler
+            nodes = inductor.take("reorder_for_peak_memory")(
+                nodes,
+                scheduler.name_to_buf,
+                scheduler.name_to_fused_node,
+                ordered(graph.graph_inputs.keys()),
+                ordered(graph.get_output_names()),
+            )
+            return arrange(nodes)
 
         def uuid(self) -> None:
             return None
