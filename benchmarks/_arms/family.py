@@ -109,11 +109,14 @@ class FamilyArm(TrainArm):
 
     def turn(self, index: int) -> dict[str, Any]:
         answer = super().turn(index)
-        plan = None if self.offload is None else self.offload.plan
+        if self.offload is None:
+            return answer
         budget_bytes = self.options.settings.get("memory_budget")
-        if not plan and self.options.compiled is not None and budget_bytes is not None:
+        if self.options.compiled is not None and budget_bytes is not None:  # a graph is planned when it is compiled
             self._held_bytes = max(self._held_bytes, self.offload.stats().step_peak_bytes)
             answer["moved"] |= {"budget_bytes": budget_bytes, "held_bytes_by_plan": self._held_bytes}
+            return answer
+        plan = self.offload.plan
         if not plan:
             return answer
         if plan.measured is not None and self._predicted is not None:
