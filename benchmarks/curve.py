@@ -45,6 +45,7 @@ class Arm:
         settings: fields of `OffloadConfig`.
         shares: fields of `OffloadConfig` that are bytes, as shares of the bytes that a plain step saves.
         rate_bytes_per_s: limit of the link to files, for each direction.
+        compiled: PyTorch's `activation_memory_budget`, under which the whole model is compiled; None: it is not.
         families: that have this arm; if empty, all.
         one_batch: whether it is measured at one batch only, the family's own or the next smaller one. The processes of
             all arms are alive at once, and each holds what its largest step took.
@@ -56,17 +57,19 @@ class Arm:
     settings: Mapping[str, Any] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
     rate_bytes_per_s: float | None = None
+    compiled: float | None = None
     families: Sequence[str] = ()
     one_batch: bool = False
 
     def options(self, saved_bytes: int, common: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of its process; `common` are settings of every arm of tba."""
         if self.tier is None:
-            return {"peer": self.peer}
+            return {"peer": self.peer, "compiled": self.compiled}
         rate = self.rate_bytes_per_s
         limits = {} if rate is None else {"max_write_rate": rate, "max_read_rate": rate}
         in_bytes = {name: int(share * saved_bytes) for name, share in self.shares.items()}
-        return {"tier": self.tier, "settings": {**common, **limits, **self.settings, **in_bytes}}
+        settings = {**common, **limits, **self.settings, **in_bytes}
+        return {"tier": self.tier, "settings": settings, "compiled": self.compiled}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +211,17 @@ SETS: Mapping[str, Set] = {
         few=(PLAIN, CHECKPOINT, NVME, _HOST, _AMPLE[1].name, _SCARCE[1].name),
         families=("gpt",),
     ),
+    # A model compiled as one graph, beside PyTorch's own way to a budget, which recomputes within the graph.
+    "compiled": Set(
+        arms=(
+            *(Arm(name=PLAIN, compiled=1.0), replace(_nvme(), compiled=1.0)),
+            *(Arm(name=f"activation_memory_budget {share}", compiled=share) for share in (0.8, 0.6, 0.4, 0.2)),
+            *(replace(_auto(share), compiled=1.0) for share in (0.25, 0.4, 0.55, 0.7, 0.85)),
+        ),
+        few=(PLAIN, NVME, "activation_memory_budget 0.4", "auto 0.40"),
+        families=("gpt",),
+        warm_up=3,
+    ),
     # Links from slow to unlimited.
     "links": Set(
         arms=(_PLAIN, *map(_nvme, _LINKS), *(_auto(0.4, rate) for rate in _LINKS)),
@@ -304,7 +318,8 @@ def _measure(
         "layers": chosen.layers,
         "link_bytes_per_s": chosen.link_bytes_per_s,
     }
-    saved_bytes = count_saved_bytes({**options, "settings": chosen.settings}, threads, here)
+    counted = {**options, "settings": chosen.settings, "compiled": chosen.arms[0].compiled}
+    saved_bytes = count_saved_bytes(counted, threads, here)
     specs = make_specs(chosen, options, saved_bytes, threads, here, every=every)
     apart = here.apart and here.name != SIMULATED  # a card has no room for all arms at once, the host's memory has
     turns = {"rounds": chosen.rounds, "warm_up": chosen.warm_up, "starts": chosen.starts, "apart": apart}

@@ -20,6 +20,8 @@ from torch.utils import checkpoint
 
 from io_backends import Store, interrupts
 
+from ._compiled.backend import CompileBackend
+from ._compiled.served import Served
 from ._compress import calls
 from ._config import OffloadConfig, describe
 from ._engine import backward
@@ -30,13 +32,14 @@ from ._plan.plan import Plan
 from ._report.page import Contents, page
 from ._stats import OffloadStats, TraceEvent
 from ._text import check_page, size
-from ._torch import private
+from ._torch import dynamo, private
 from ._torch.foreign import Foreign
 from ._torch.hook_stack import Pair, bare, clear_dead, hint, lifted, owners
 from ._torch.module_hooks import ModelHook, tie
 from ._transfer import build
 
 _NOT_ENTERED = "not entered"
+_tied: weakref.WeakSet[Offloader] = weakref.WeakSet()
 
 
 class _PerThread(threading.local):
@@ -74,6 +77,9 @@ class Offloader:
         made = partial(build.open_store, self.config, self._directories)
         self._open_store: Callable[[bool], Store] = made if store is None else lambda _: store
         self._take(Saver(self.config, weak_model, self._open_store))
+        # A store of the caller's has one user.
+        saver = self._saver
+        self._served = Served(self.config, weak_model, saver.lock, saver.counters) if store is None else None
         self._torn: list[weakref.ref[Saver]] = []  # engines before this one, which graphs may still have
         self._per_thread = _PerThread()
         self._untie: Callable[[], None] | None = None
@@ -155,6 +161,7 @@ class Offloader:
                 self._replace()
         if not owners():
             backward.mend()
+        dynamo.compile_by(_backend_of)
         saver = self._saver
         pair = Pair(saver.pack, saver.unpack, forward, self._forget, owner=self)
         try:
@@ -254,7 +261,18 @@ class Offloader:
 
     def stats(self) -> OffloadStats:
         """Take a snapshot of what has moved since the start."""
-        return self._saver.stats(inside=self.entered)
+        stats = self._saver.stats(inside=self.entered)
+        return stats if self._served is None else self._served.added_to(stats)
+
+    def _compiles(self, module: nn.Module) -> CompileBackend | None:
+        """The backend that a module is compiled by which is the whole model, and is called; None for others."""
+        if self.closed or self._served is None or not self._served.serves(module):
+            return None
+        self._saver.leave_to_graphs()
+        backend = self._served.backend()
+        if backend is not None and backend.moves:
+            self._saver.begin_graph()
+        return backend
 
     def flush(self) -> None:
         """Wait until everything that this thread's graphs saved, and whatever else is queued, is written and its memory
@@ -331,10 +349,13 @@ class Offloader:
             first, last = partial(_enter, weak, forward), partial(_leave, weak)
             self._untie = tie(model, first, last, partial(_end_forward, weak))
             self._saver.tie()
+            _tied.add(self)
+            dynamo.compile_by(_backend_of)  # a forward's hooks are called once its compiler has been chosen
 
     @interrupts.whole
     def untie(self) -> None:
         """Enter with the model's forward no more; graphs made so far stay valid. Idempotent."""
+        _tied.discard(self)
         untie, self._untie = self._untie, None
         if untie is not None:
             untie()
@@ -360,10 +381,21 @@ class Offloader:
             while self._per_thread.forwards:  # closed inside the model's own forward, which will not leave us
                 if self._per_thread.forwards.pop() is not _NOT_ENTERED:
                     self._leave(failed=True)
+        if self._served is not None:
+            self._served.close()
         self._saver.close(self._store)
         for torn in filter(None, [each() for each in self._torn]):
             if torn.stop():
                 torn.close(None)
+
+
+def _backend_of(module: nn.Module) -> CompileBackend | None:
+    """The backend of the innermost Offloader at work whose whole model a compiled module is, as it is called."""
+    if not torch.is_grad_enabled() or private.current_graph_task_id() != -1:
+        return None
+    entered = [owner for owner in reversed(owners()) if isinstance(owner, Offloader)]
+    found = (offloader._compiles(module) for offloader in (*entered, *_tied))
+    return next((backend for backend in found if backend is not None), None)
 
 
 def _enter(

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
 from torch import Tensor
 
 from .._peers.registry import put_under
@@ -18,6 +19,8 @@ from .train import Options, TrainArm
 
 # Number of steps over which predictions are compared with measurements.
 _LAST = 16
+# Steps that compile: the first, and one after it, when tba may have seen what the first saved.
+_COMPILING = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,7 @@ class FamilyOptions(Options):
         peer: a key of `PEERS` to train under.
         batch: examples of a batch; 0: the family's own.
         layers: of the model; None: the family's own number.
+        compiled: PyTorch's `activation_memory_budget`, under which the whole model is compiled; None: it is not.
         scratch: a folder for what a peer writes.
     """
 
@@ -43,6 +47,7 @@ class FamilyOptions(Options):
     checkpoint: bool = False
     peer: str = ""
     layers: int | None = None
+    compiled: float | None = None
     scratch: str = ""
 
 
@@ -67,6 +72,9 @@ class FamilyArm(TrainArm):
         model = model.to(self.device, self.dtype)
         if o.peer:
             put_under(o.peer, model, Path(o.scratch))
+        if o.compiled is not None:
+            functorch.activation_memory_budget = o.compiled
+            model.compile()
         return model
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -87,16 +95,28 @@ class FamilyArm(TrainArm):
         self._step_ratios: list[float] = []
         self._peak_ratios: list[float] = []
         self._held_bytes = 0
+        if self.options.compiled is not None:  # what compiling takes counts as idle, and not in a step's peak
+            for index in range(_COMPILING):
+                self.step(*(part.to(self.device) for part in self.make_batch(index)))
         return {
             "family": self.family.describe,
             "unit": self.family.unit,
             "units": self.family.units(self.make_batch(0)),
-            "inexact": self.options.settings.get("compress") not in (None, "exact"),
+            # What PyTorch recomputes within a graph it fuses in another way.
+            "inexact": self.options.settings.get("compress") not in (None, "exact")
+            or self.options.compiled not in (None, 1),
         }
 
     def turn(self, index: int) -> dict[str, Any]:
         answer = super().turn(index)
-        plan = None if self.offload is None else self.offload.plan
+        if self.offload is None:
+            return answer
+        budget_bytes = self.options.settings.get("memory_budget")
+        if self.options.compiled is not None and budget_bytes is not None:  # a graph is planned when it is compiled
+            self._held_bytes = max(self._held_bytes, self.offload.stats().step_peak_bytes)
+            answer["moved"] |= {"budget_bytes": budget_bytes, "held_bytes_by_plan": self._held_bytes}
+            return answer
+        plan = self.offload.plan
         if not plan:
             return answer
         if plan.measured is not None and self._predicted is not None:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from .._workload.accelerator import in_use
 from .._workload.families import blocks
+from .._workload.gpt import Attention
 from .peer import Function, Wrapper
 
 # Operators whose results selective checkpointing keeps: all matrix products. The rest is cheap to recompute.
@@ -83,12 +84,10 @@ def _keep_attention(block: Any, torch_remat: Any) -> None:
 
         return call
 
-    if hasattr(block, "_attend"):  # the GPT of this benchmark
-        block._attend = kept(block._attend, first=False)
-    for name in ("self_attn", "attention"):  # Llama and BERT of transformers, which return weights too
+    for name in ("self_attn", "attention"):  # those of transformers return weights too, that of our GPT does not
         module = getattr(block, name, None)
         if isinstance(module, nn.Module):
-            module.forward = kept(module.forward, first=True)
+            module.forward = kept(module.forward, first=not isinstance(module, Attention))
 
 
 def transformers_offload(model: nn.Module | None, scratch: Path) -> Wrapper:

@@ -49,13 +49,16 @@ def faster_bar(where: str, arm: Measured, other: Measured, suffix: str = "") -> 
 
 
 def plan_bars(what: str, moved: Mapping[str, float]) -> list[Bar]:
-    """Limit what saved tensors hold to the budget, and how far a plan's prediction is off; none without a plan."""
-    if "predicted_step" not in moved:
+    """Limit what saved tensors hold to the budget, and how far a plan's prediction is off, if there is one."""
+    if "held_bytes_by_plan" not in moved:
         return []
     held = moved["held_bytes_by_plan"] / moved["budget_bytes"]
+    holds = Bar(what=f"{what}: held / budget", measured=held, limit=1.0)
+    if "predicted_step" not in moved:
+        return [holds]
     peak, step = abs(moved["predicted_peak"] - 1), abs(moved["predicted_step"] - 1)
     return [
-        Bar(what=f"{what}: held / budget", measured=held, limit=1.0),
+        holds,
         Bar(what=f"{what}: |predicted / held - 1|", measured=peak, limit=_PEAK_OFF),
         Bar(what=f"{what}: |predicted / measured step - 1|", measured=step, limit=_STEP_OFF),
     ]

@@ -35,23 +35,17 @@ class GPTConfig:
         return f"{self.layers}x{self.width}"
 
 
-class Block(nn.Module):
-    """One pre-norm transformer block: [B, S, W] -> [B, S, W]."""
+class Attention(nn.Module):
+    """Causal self-attention and its projection: [B, S, W] -> [B, S, W]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.dropout = config.dropout
-        self.attention_norm = nn.LayerNorm(config.width)
+        self.heads, self.dropout = config.heads, config.dropout
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.projection = nn.Linear(config.width, config.width)
-        self.feed_norm = nn.LayerNorm(config.width)
-        self.up = nn.Linear(config.width, 4 * config.width)
-        self.down = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self._drop(self.projection(self._attend(self.attention_norm(x))))
-        return x + self._drop(self.down(functional.gelu(self.up(self.feed_norm(x)))))
+        return _drop(self.projection(self._attend(x)), self)
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, sequence, width = x.shape
@@ -61,8 +55,37 @@ class Block(nn.Module):
         out = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         return out.transpose(1, 2).reshape(batch, sequence, width)
 
-    def _drop(self, x: Tensor) -> Tensor:
-        return functional.dropout(x, self.dropout, self.training) if self.dropout else x
+
+class MLP(nn.Module):
+    """Two linear layers with GELU between them: [B, S, W] -> [B, S, W]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _drop(self.down(functional.gelu(self.up(x))), self)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: [B, S, W] -> [B, S, W]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def _drop(x: Tensor, module: Attention | MLP) -> Tensor:
+    return functional.dropout(x, module.dropout, module.training) if module.dropout else x
 
 
 class GPT(nn.Module):

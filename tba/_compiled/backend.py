@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from threading import RLock
 from typing import Any
 
-from io_backends import Store
+from io_backends import Store, interrupts
 
 from .._config import OffloadConfig
 from .._errors import ConfigError
 from .._memory import free_memory
 from .._memory.limits import hold_budget_bytes
-from .._stats import OffloadStats
+from .._stats import Counters, OffloadStats
 from .._text import size
 from .._torch.user_frames import Notices, warn
 from . import inductor
@@ -31,21 +33,30 @@ _RECOMPUTED = (0.5, 0.2)
 class CompileBackend:
     """Backend for `torch.compile`, made by `compile_backend`.
 
+    Args:
+        config: the settings.
+        store: where bytes go, instead of the settings' store. The backend closes it.
+        engine: the lock and the counters of an engine, which hooks bring what graphs do not move, and which counts it.
+
     Attributes:
         config: the settings.
     """
 
-    def __init__(self, config: OffloadConfig, *, store: Store | None = None) -> None:
+    def __init__(
+        self, config: OffloadConfig, *, store: Store | None = None, engine: tuple[RLock, Counters] | None = None
+    ) -> None:
         for name, given in (("compress", config.compress), ("blocks", config.blocks), ("policy", config.policy)):
             if given not in (None, "budget"):
                 raise ConfigError(
                     f"compile_backend: {name}={given!r} has no effect inside a compiled graph; leave it unset"
                 )
         self.config = config
-        self._carrier = Carrier(config, store)
+        self._carrier = Carrier(config, store, engine)
+        self._alone = engine is None
         self._notices = Notices()
         self._items: list[Item] = []
 
+    @interrupts.lets_through  # compiling takes long
     def __call__(self, model: Any, inputs: Sequence[Any], *, mode: str | None = None, options: Any = None) -> Any:
         """Compile one graph: what `torch.compile` calls."""
         if missing := inductor.missing():
@@ -71,7 +82,7 @@ class CompileBackend:
         ordered = patches.get("_post_fusion_custom_pass", settings._post_fusion_custom_pass)
         patches |= {
             "custom_partitioner_fn": _partitioner()(self, split),
-            "_post_fusion_custom_pass": _scheduler_pass()(self, ordered),
+            "_post_fusion_custom_pass": _scheduler_pass()(ordered),
             "reorder_for_peak_memory": False,  # the pass does so, and then places the operators
             # Compiled code names items of this process.
             "fx_graph_cache": False,
@@ -80,8 +91,13 @@ class CompileBackend:
         with inductor.config("_functorch").patch(enable_autograd_cache=False):
             compiled = compile_fx(model, inputs, config_patches=patches)
         with suppress(AttributeError):
-            compiled.tba_backend = self  # its operators need the items
+            compiled.tba_keeps = self if self._alone else self._items  # its operators need the items
         return compiled
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything moves in a graph that it has compiled."""
+        return bool(self._items)
 
     def partition(self, split: Callable[[], tuple[Any, Any]], output_count: int) -> tuple[Any, Any]:
         """Split a graph into forward and backward, and place the operators that move what it saves.
@@ -110,7 +126,9 @@ class CompileBackend:
                 )
         moved = [saved[number] for number in choice.moved]
         if moved:
-            beside_bytes = kept_bytes + sum(each.nbytes for each in saved) - sum(each.nbytes for each in moved)
+            beside_bytes = 0
+            if self._alone:
+                beside_bytes = kept_bytes + sum(each.nbytes for each in saved) - sum(each.nbytes for each in moved)
             self._items += place(forward.graph, backward.graph, moved, self._carrier, choice.windows, beside_bytes)
             for module in (forward, backward):
                 module.graph.lint()
@@ -136,22 +154,13 @@ class CompileBackend:
             return int(self.config.memory_budget)
         return hold_budget_bytes(0, free_memory.free_bytes(), self._carrier.mover.limits.reserve_bytes)
 
-    def arrange(self, nodes: list[Any]) -> list[Any]:
-        """Order the kernels of one graph as PyTorch does, and put the operators among them."""
-        graph, ordered = inductor.take("V").graph, inductor.take("OrderedSet")
-        scheduler = graph.scheduler
-        nodes = inductor.take("reorder_for_peak_memory")(
-            nodes,
-            scheduler.name_to_buf,
-            scheduler.name_to_fused_node,
-            ordered(graph.graph_inputs.keys()),
-            ordered(graph.get_output_names()),
-        )
-        return arrange(nodes)
-
     def stats(self) -> OffloadStats:
         """Take a snapshot of what has moved since the start."""
         return self._carrier.stats()
+
+    def added_to(self, stats: OffloadStats) -> OffloadStats:
+        """Add to the engine's statistics what graphs hold beside it."""
+        return self._carrier.added_to(stats)
 
     def close(self) -> None:
         """End threads, free files and buffers. Idempotent. Graphs compiled by it go on, and nothing moves any more."""
@@ -186,15 +195,19 @@ def compile_backend(
 
 def _partitioner() -> Any:
     class Partitioner(inductor.take("CustomPartitionerFn")):  # type: ignore[misc]
-        """Hands a graph to the backend, with the partitioner that the program has set, or PyTorch's own."""
+        """Hands a graph to the backend, with the partitioner that the program has set, or PyTorch's own.
+
+        The compiler keeps its settings, and so this, beyond the compiled code: it must not keep the backend.
+        """
 
         def __init__(self, backend: CompileBackend, other: Any) -> None:
-            self._backend = backend
+            self._backend = weakref.ref(backend)
             self._split = other or inductor.take("min_cut_rematerialization_partition")
 
         def __call__(self, module: Any, inputs: Any, **settings: Any) -> tuple[Any, Any]:
             split = partial(self._split, module, inputs, **settings)
-            return self._backend.partition(split, settings["num_fwd_outputs"])
+            backend = self._backend()
+            return split() if backend is None else backend.partition(split, settings["num_fwd_outputs"])
 
         def uuid(self) -> None:
             return None  # nothing is cached
@@ -207,13 +220,23 @@ def _partitioner() -> Any:
 
 def _scheduler_pass() -> Any:
     class Pass(inductor.take("CustomSchedulerPass")):  # type: ignore[misc]
-        """Has the backend order the kernels, after the pass that the program has set."""
+        """Orders kernels as PyTorch does, after the pass that the program has set, and puts operators among them."""
 
-        def __init__(self, backend: CompileBackend, other: Any) -> None:
-            self._backend, self._other = backend, other
+        def __init__(self, other: Any) -> None:
+            self._other = other
 
         def __call__(self, nodes: list[Any]) -> list[Any]:
-            return self._backend.arrange(nodes if self._other is None else self._other(nodes))
+            nodes = nodes if self._other is None else self._other(nodes)
+            graph, ordered = inductor.take("V").graph, inductor.take("OrderedSet")
+            scheduler = graph.scheduler
+            nodes = inductor.take("reorder_for_peak_memory")(
+                nodes,
+                scheduler.name_to_buf,
+                scheduler.name_to_fused_node,
+                ordered(graph.graph_inputs.keys()),
+                ordered(graph.get_output_names()),
+            )
+            return arrange(nodes)
 
         def uuid(self) -> None:
             return None

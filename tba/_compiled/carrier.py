@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -91,12 +92,18 @@ class Carrier(ForkAware):
     Args:
         config: the settings.
         store: where bytes go, instead of the settings' store. The carrier closes it.
+        engine: the lock and the counters of an engine that counts steps; None: it counts them itself.
     """
 
-    def __init__(self, config: OffloadConfig, store: Store | None = None) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        store: Store | None = None,
+        engine: tuple[threading.RLock, Counters] | None = None,
+    ) -> None:
         self.config = config
-        self.lock = threading.RLock()
-        self.counters = Counters()
+        self._alone = engine is None
+        self.lock, self.counters = engine or (threading.RLock(), Counters())
         self._store = store
         self.directories = build.directories(config) if store is None else ()
         made: Callable[[bool], Store] = partial(build.open_store, config, self.directories)
@@ -109,7 +116,7 @@ class Carrier(ForkAware):
         # Each live record, whose end is told by its reference: its bytes, and those that stay beside it.
         self._live: dict[int, tuple[weakref.ref[Record], int, int]] = {}
         self._plain_bytes = self._plain_peak_bytes = self._held_peak_bytes = 0
-        self._beside_bytes = 0
+        self._beside_bytes = self._peak_bytes = 0
         self._plain_now_peak_bytes = self._held_now_peak_bytes = 0  # of the step under way
         self._here: dict[int, int] = {}  # bytes of records that are in memory for good, or are being read
         self.heed_forks()
@@ -264,7 +271,7 @@ class Carrier(ForkAware):
         held_bytes = self._beside_bytes + sum(self._here.values()) + self.mover.staging.bytes
         self._held_now_peak_bytes = max(self._held_now_peak_bytes, held_bytes)
         self._plain_now_peak_bytes = max(self._plain_now_peak_bytes, self._plain_bytes)
-        self.counters.peak_bytes = max(self.counters.peak_bytes, held_bytes)
+        self._peak_bytes = max(self._peak_bytes, held_bytes)
 
     def _settle(self) -> None:
         """Give back what dead tokens left; where no token lives any more a step has ended."""
@@ -282,8 +289,8 @@ class Carrier(ForkAware):
                 self.mover.discard(remains.write)
         self.mover.landing.confirm()
         if died and not self._live:
-            self.counters.micro_batches += 1
-            self.counters.steps += 1
+            self.counters.micro_batches += self._alone
+            self.counters.steps += self._alone
             self._plain_peak_bytes, self._plain_now_peak_bytes = self._plain_now_peak_bytes, 0
             self._held_peak_bytes, self._held_now_peak_bytes = self._held_now_peak_bytes, 0
             self.mover.end_step()
@@ -295,6 +302,7 @@ class Carrier(ForkAware):
             self._settle()
             self.counters.live_records = len(self._live)
             self.counters.resident_bytes = sum(self._here.values())
+            self.counters.peak_bytes = self._peak_bytes
             return self.counters.snapshot(
                 file_bytes=self.mover.file_bytes(),
                 plain_peak_bytes=self._plain_peak_bytes,
@@ -302,6 +310,21 @@ class Carrier(ForkAware):
                 situation=Situation(tier=self.config.tier, closed=self.mover.closed),
                 written_today_bytes=self.mover.allowance.written_today_bytes,
             )
+
+    @interrupts.whole
+    def added_to(self, stats: OffloadStats) -> OffloadStats:
+        """Add what there is here to what there is in the engine whose counters these are."""
+        with self.lock:
+            self._settle()
+            here = {
+                "live_records": len(self._live),
+                "resident_bytes": sum(self._here.values()),
+                "peak_bytes": self._peak_bytes,
+                "plain_peak_bytes": self._plain_peak_bytes,
+                "step_peak_bytes": self._held_peak_bytes,
+                "file_bytes": self.mover.file_bytes(),
+            }
+        return replace(stats, **{name: getattr(stats, name) + number for name, number in here.items()})
 
     # -- end -------------------------------------------------------------------------------------------------------
 

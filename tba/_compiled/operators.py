@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._errors import OffloadError
 from .carrier import Carrier, moved_by
 from .choice import Windows
 
@@ -31,7 +32,7 @@ class Item:
     """A saved tensor of one compiled graph that moves.
 
     Attributes:
-        carrier: moves it.
+        carrier: moves it; dies with its Offloader or backend, and with the last graph that has its tokens.
         size, stride: as the graph has it; strides are those that the compiler chose once it has compiled the forward.
         dtype, device: of the tensor.
         nbytes: that it spans, at the sizes that the graph was compiled for.
@@ -41,7 +42,7 @@ class Item:
         number: names it in its graph.
     """
 
-    carrier: Carrier
+    carrier: weakref.ref[Carrier]
     size: tuple[Any, ...]
     stride: tuple[Any, ...]
     dtype: torch.dtype
@@ -71,8 +72,11 @@ def item(number: int) -> Item:
 
 def _out(tensor: Tensor, number: int) -> Tensor:
     found = item(number)
+    carrier = found.carrier()
+    if carrier is None:
+        raise OffloadError("a compiled graph was called whose Offloader is gone; call the compiled model instead")
     beside_bytes, window_bytes = found.beside_bytes, found.windows.out_bytes
-    return found.carrier.out(tensor, moves=not found.shared, beside_bytes=beside_bytes, window_bytes=window_bytes)
+    return carrier.out(tensor, moves=not found.shared, beside_bytes=beside_bytes, window_bytes=window_bytes)
 
 
 def _done(token: Tensor, tensor: Tensor, number: int) -> Tensor:

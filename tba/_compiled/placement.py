@@ -6,6 +6,7 @@ compiler makes the same kernels. Where they run is decided when the kernels are 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -36,7 +37,7 @@ def place(
     for saved in moved:
         value = saved.root.meta["val"]
         item = Item(
-            carrier,
+            weakref.ref(carrier),
             tuple(value.shape),
             value.stride(),
             value.dtype,

@@ -44,11 +44,14 @@ class Footprint:
         in_place = _IN_PLACE if self._compresses else ()
         if not (light or acted.tried):
             own = (*_WITH_RECORDS, *in_place, policy.USED_AT_ONCE)
-            self._aside_bytes = sum(nbytes for reason, nbytes in kept.items() if reason not in own)
+            self._aside_bytes = sum(nbytes for reason, nbytes in kept.items() if reason not in (*own, policy.WHOLE))
             if not acted.recomputed:
                 self._plain_aside_bytes = self._aside_bytes
-        plain_bytes = peaks.plain_bytes + self._plain_aside_bytes
-        held_bytes = peaks.held_bytes + self._aside_bytes + sum(kept.get(reason, 0) for reason in _UNWRITTEN)
+        # The ledger counts these in a light step, which does not ask why a tensor stays.
+        whole_bytes = 0 if light else kept.get(policy.WHOLE, 0)
+        plain_bytes = peaks.plain_bytes + self._plain_aside_bytes + whole_bytes
+        held_bytes = peaks.held_bytes + self._aside_bytes + whole_bytes
+        held_bytes += sum(kept.get(reason, 0) for reason in _UNWRITTEN)
         if smaller := sum(kept.get(reason, 0) for reason in in_place):
             held_bytes += max(0, smaller - seen.encoded_bytes + seen.packed_bytes - seen.derived_bytes)
         held_bytes = min(held_bytes, plain_bytes)

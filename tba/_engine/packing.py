@@ -157,6 +157,10 @@ class Packing:
         if finished:
             self._write_behind.let_pass(finished)
 
+    def leave_to_graphs(self) -> None:
+        """Know that saved tensors move within compiled graphs."""
+        self._whole.leave_to_graphs()
+
     def end_step(self, worth_bytes: int, *, moved: bool) -> None:
         """End a step that saved `worth_bytes` worth moving; whether any of them have `moved`."""
         self._whole.end_step(worth_bytes, moves=moved or self._moves)

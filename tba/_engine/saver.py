@@ -396,6 +396,19 @@ class Saver(ForkAware):
                 if step_over and self.steps.over:
                     self.end_step()
 
+    def leave_to_graphs(self) -> None:
+        """Know that saved tensors move within compiled graphs: what these leave to the hooks is no loss."""
+        self._packing.leave_to_graphs()
+
+    def begin_graph(self) -> None:
+        """Begin a forward of a compiled graph that moves what it saves by itself, before a hook sees any of it."""
+        if self.dead or self.came_back() or streams.capturing_here():
+            return
+        with self.locked(), quiet():
+            step = self.steps.current
+            if step.mode is not OFF and (step.task != -1 or step.begun_s is None):
+                self._begin_step(step)
+
     def tell_of_foreign(self, name: str) -> None:
         """Say that another pair of hooks, of `name`, was innermost, if nothing has reached ours."""
         if self.nothing_came:

@@ -79,6 +79,10 @@ class Whole:
             "if it were freed early. Compile with the default mode or 'max-autotune-no-cudagraphs', and they move",
         )
 
+    def leave_to_graphs(self) -> None:
+        """Know that saved tensors move within compiled graphs: what these leave stays, and nobody need be told."""
+        self._notices.said.add("whole")
+
     def end_step(self, step_bytes: int, *, moves: bool) -> None:
         """End a step that saved `step_bytes` worth moving; `moves`: whether any of them move."""
         largest, self._largest = self._largest, None
@@ -93,6 +97,8 @@ class Whole:
                 "whole",
                 f"tier={self._tier!r}: {nbytes:,} of the {step_bytes:,} bytes that a step saves are compiled as one "
                 "graph, which gets them all back at once when its backward begins; they stay in memory from now on. "
-                "Compile the model with `backend=tba.compile_backend(...)`, which moves them within the graph, or each "
-                "block (`block.compile()`), so that one block comes back at a time",
+                "On a CPU, in one process, they move within the graph where the context has this model, compiled by "
+                "Inductor in its default mode, and no compress=, blocks= or policy=; elsewhere with "
+                "`backend=tba.compile_backend(...)`. Or compile each block (`block.compile()`), so that one block "
+                "comes back at a time",
             )

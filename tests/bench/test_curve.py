@@ -78,6 +78,16 @@ def test_a_slow_link_is_waited_for(tmp_path: Path) -> None:
     assert min(slow["moved"]["read_bytes"], free["moved"]["read_bytes"]) > 0
 
 
+@pytest.mark.exhaustive
+def test_a_compiled_model_moves_by_a_budget_beside_pytorchs_own(tmp_path: Path) -> None:
+    curve = run_curve(tmp_path, "--arms", "compiled")
+    arms = curve["arms"]
+    assert arms.keys() == {"plain", "nvme", "activation_memory_budget 0.4", "auto 0.40"}
+    assert arms["nvme"]["moved"]["written_bytes"] > arms["auto 0.40"]["moved"]["written_bytes"] > 0
+    bars = {bar["what"]: bar for bar in curve["bars"]}
+    assert bars["gpt, batch 2: auto 0.40: held / budget"]["met"] is True
+
+
 def test_arms_of_a_card() -> None:
     specs = make_specs(SETS["card"], {"family": "llama"}, 1000, 2, CUDA)
     assert {"cpu", "auto 0.25"} <= {spec.name for spec in specs}

@@ -302,10 +302,13 @@ def test_a_plan_leaves_compiled_code_as_it_is(backend: str, how: str, scratch: P
     with torch.compiler.set_stance(stance):
         planned = _losses_and_gradients(model, compiled, offload)
     assert_bit_equal(planned, plain)
-    assert offload.plan
-    assert offload.plan.sends
-    assert not offload.plan.recomputed
     assert offload.stats().read_bytes > 0
+    if (how, backend) == ("outside", "inductor"):
+        assert not offload.plan  # what it saves moves within its graph
+    else:
+        assert offload.plan
+        assert offload.plan.sends
+        assert not offload.plan.recomputed
     offload.close()
 
 

@@ -6,7 +6,12 @@ The reference has no operator of ours: so these tests also show that the compile
 from __future__ import annotations
 
 import gc
+import os
 import shutil
+import signal
+import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,15 +20,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from io_backends import Store
+from io_backends import PosixStore, Store, StoreError
+from io_backends.testing import Fault, FaultyStore, Operation
 from support.compiled import own_compiler
-from support.exactness import assert_bit_equal, run_training
+from support.exactness import Observer, assert_bit_equal, run_training
 from support.zoo import FAMILIES
-from tba import ClosedError, CompileBackend, OffloadConfig, OffloadStats
+from tba import (
+    ClosedError,
+    CompileBackend,
+    OffloadConfig,
+    Offloader,
+    OffloadStats,
+    TransferError,
+    attach,
+    offload_context,
+)
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler; there is no g++"),
@@ -158,9 +174,8 @@ def _train(name: str, using: Any) -> Any:
     return run_training(compiled, _dynamic() if dynamic else make_batch, **settings)
 
 
-@pytest.mark.parametrize(
-    "name", ["net", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in PROGRAMS if name != "net")]
-)
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_whole_model_is_what_the_compiler_makes_alone(name: str, scratch: Path) -> None:
     plain = _train(name, "inductor")
@@ -171,6 +186,85 @@ def test_a_whole_model_is_what_the_compiler_makes_alone(name: str, scratch: Path
     assert 0 < stats.offloaded_bytes <= stats.written_bytes == stats.read_bytes, stats
     assert not stats.errors
     assert not stats.live_records
+
+
+def _in_place(model: nn.Module) -> nn.Module:
+    model.compile()
+    return model
+
+
+# How a model is compiled, whether it is attached or in a context, and whether that has the wrapper or what is inside.
+WHOLE: dict[str, tuple[Callable[[nn.Module], Any], Callable[..., Offloader], bool]] = {
+    "nanoGPT": (torch.compile, offload_context, True),
+    "inside": (torch.compile, offload_context, False),
+    "in place": (_in_place, offload_context, True),
+    "attached": (torch.compile, attach, True),
+    "attached inside": (torch.compile, attach, False),
+    "attached in place": (_in_place, attach, True),
+}
+
+
+@pytest.mark.parametrize(
+    "way", ["nanoGPT", *(pytest.param(way, marks=pytest.mark.exhaustive) for way in WHOLE if way != "nanoGPT")]
+)
+@pytest.mark.slow
+def test_a_whole_model_moves_within_its_graph_by_itself(way: str, scratch: Path) -> None:
+    plain = _train("net", "inductor")
+    compile_, begin, wrapper = WHOLE[way]
+    made: list[Offloader] = []
+
+    def compiled() -> nn.Module:
+        model = Net()
+        called: nn.Module = compile_(model)
+        made.append(begin(called if wrapper else model, **ALL, storage_paths=scratch))
+        return called
+
+    context = None if begin is attach else lambda _: made[0]
+    found = run_training(compiled, _batch, context=context)
+    assert_bit_equal([*found.losses, *found.weights.values()], [*plain.losses, *plain.weights.values()])
+    gc.collect()
+    stats = made[0].stats()
+    made[0].close()
+    assert stats.steps == stats.micro_batches == 3
+    assert stats.last_step is not None
+    # What the graph does not move may be written and then found in memory.
+    assert 0 < stats.last_step.read_bytes <= stats.last_step.written_bytes, stats
+    assert stats.step_peak_bytes < stats.plain_peak_bytes
+    assert (stats.errors, stats.live_records, stats.resident_bytes) == (0, 0, 0)
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("tba-")]
+
+
+@pytest.mark.exhaustive
+def test_a_model_goes_back_to_its_own_code_and_each_offloader_has_its_own(scratch: Path) -> None:
+    torch.manual_seed(5)
+    x, model = torch.randn(BATCH, WIDTH), Net(dropout=0.0)
+    called: Any = torch.compile(model)
+    counters.clear()
+    once = _gradients(called, called(x))
+
+    def graphs(called: Any = called) -> int:
+        assert_bit_equal(_gradients(called, called(x)), once)
+        return counters["stats"]["unique_graphs"]
+
+    assert graphs() == 1
+    written = []
+    for number in (2, 3):
+        offload = attach(called, **ALL, storage_paths=scratch)
+        assert graphs() == graphs() == number
+        gc.collect()
+        written.append(offload.stats().written_bytes)
+        offload.close()
+        assert graphs() == number
+        assert offload.stats().written_bytes == written[-1]
+    assert min(written) > 0
+    offload = attach(called, **ALL, storage_paths=scratch)
+    assert graphs() == 4
+    del called, model, offload, graphs
+    gc.collect()
+    for thread in threading.enumerate():  # of an Offloader that was not closed: they end by themselves
+        if thread.name.startswith("tba-"):
+            thread.join(60)
+            assert not thread.is_alive(), thread.name
 
 
 def _compiled(using: Any, model: nn.Module) -> nn.Module:
@@ -207,6 +301,139 @@ def test_a_budget_holds_inside_one_graph(share: float, scratch: Path) -> None:
     assert everything.step_peak_bytes < budget_bytes
     assert within.step_peak_bytes <= budget_bytes
     assert 0 < within.written_bytes < everything.written_bytes
+
+
+class Wide(Net):
+    """Each layer saves large tensors and small ones."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        del self.norm
+        self.layers = nn.ModuleList(nn.Linear(*sizes) for _ in range(8) for sizes in ((WIDTH, 256), (256, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.layers[::2], self.layers[1::2], strict=True):
+            x = x + down(functional.gelu(up(x.sin()))).exp().sin()
+        return x.square().mean()
+
+
+@pytest.mark.exhaustive
+def test_what_moving_leaves_over_a_budget_is_recomputed_in_the_graph(scratch: Path) -> None:
+    torch.manual_seed(6)
+    x, small_bytes = torch.randn(BATCH, WIDTH), 4 * BATCH * WIDTH
+    settings = {"tier": "auto", "min_tensor_bytes": 2 * small_bytes, "staging_bytes": 8 * small_bytes}
+    gradients, kept, moved = [], [], []
+    # As it is; all that can move moves; and less than what then stays.
+    for budget_bytes in (1 << 30, 40 * small_bytes, 16 * small_bytes):
+        with backend(scratch, **settings, memory_budget=budget_bytes) as moving:
+            model = _compiled(moving, Wide())
+            with (watch := Observer(model)):
+                loss = model(x)
+            gradients.append(_gradients(model, loss))
+            del loss
+            gc.collect()
+            kept.append(watch.saved_bytes - watch.weight_bytes)
+            moved.append(moving.stats())
+            assert moved[-1].step_peak_bytes <= budget_bytes
+    assert_bit_equal(gradients[1:], 2 * gradients[:1])
+    assert moved[0].written_bytes == 0
+    assert moved[1].written_bytes > 0
+    assert moved[2].written_bytes > 0
+    assert kept[2] < kept[1] < kept[0]
+    assert kept[2] <= 16 * small_bytes
+
+
+def _fails(operation: Operation, *numbers: int, error: str = "no") -> Callable[[Operation, int], Fault | None]:
+    """Fail these transfers, or all of the kind if none is named."""
+
+    def plan(asked: Operation, number: int) -> Fault | None:
+        fails = asked == operation and (not numbers or number in numbers)
+        return Fault(error=StoreError(error)) if fails else None
+
+    return plan
+
+
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """A shell in the background has SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("_interruptible")
+@pytest.mark.filterwarnings("ignore:.*stays in memory:tba.OffloadWarning")
+def test_a_graph_whose_transfers_fail_or_are_interrupted_ends_as_plain(scratch: Path) -> None:
+    """In one compiled graph: failing writes, reads that fail, a full disk, Ctrl-C in forward and in backward."""
+    torch.manual_seed(6)
+    x = torch.randn(BATCH, WIDTH)
+    fault: list[Any] = [lambda operation, number: None]
+    store = FaultyStore(PosixStore(scratch), lambda operation, number: fault[0](operation, number))
+
+    def strikes(operation: Operation) -> Callable[[Operation, int], None]:
+        left = iter([False, False, True])  # in the midst
+
+        def plan(asked: Operation, number: int) -> None:
+            if asked == operation and next(left, False):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return plan
+
+    with backend(scratch, store=store) as moving:
+        model = _compiled(moving, Net(dropout=0.0))
+        once = _gradients(model, model(x))
+        moved_bytes = moving.stats().offloaded_bytes
+
+        def left() -> tuple[int, int]:
+            gc.collect()
+            stats = moving.stats()
+            return stats.live_records, stats.resident_bytes
+
+        def again() -> None:
+            """Nothing is left, and the next step is what the first was."""
+            fault[0] = lambda operation, number: None
+            for _ in range(200):  # a worker may be ending its write
+                if left() == (0, 0):
+                    break
+                time.sleep(0.01)
+            assert left() == (0, 0)
+            assert_bit_equal(_gradients(model, model(x)), once)
+
+        for why in ("no", "no space left on device"):
+            fault[0] = _fails("write", error=why)
+            before = moving.stats()
+            assert_bit_equal(_gradients(model, model(x)), once)
+            assert moving.stats().written_bytes == before.written_bytes
+            assert moving.stats().kept_by_reason["write failed"] > before.kept_by_reason.get("write failed", 0)
+            again()
+        fault[0] = _fails("read")
+        loss = model(x)
+        with pytest.raises(TransferError, match="no"):
+            loss.backward()
+        del loss
+        model.zero_grad()
+        again()
+        fault[0] = strikes("write")
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        again()
+        loss = model(x)
+        fault[0] = strikes("read")
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+        del loss
+        model.zero_grad()
+        again()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            written = moving.stats().written_bytes
+            for _ in range(200):
+                _gradients(model, model(x))
+            again()
+        stats = moving.stats()
+        assert stats.written_bytes - written >= 201 * moved_bytes > 0
+        assert stats.file_bytes <= 1 << 20  # one step's, as the file grows
 
 
 @pytest.mark.exhaustive

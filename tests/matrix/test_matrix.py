@@ -48,6 +48,8 @@ ROWS = {
     "pipeline:zero_bubble": 2,
     "pipeline:zero_bubble_v": 2,
     "parallel:compiled": 1,
+    "parallel:whole": 1,
+    "huggingface:trainer_compiled": 1,
     "rays:trainer": 2,
     "megatron:pipeline": 2,
     "megatron:tensor": 2,

@@ -55,11 +55,17 @@ def trainer_ddp(arm: Arm) -> None:
     trainer(arm, ranks=2)
 
 
-def trainer(arm: Arm, ranks: int = 1) -> None:
+def trainer_compiled(arm: Arm) -> None:
+    """transformers.Trainer(torch_compile=True)"""
+    torch.compiler.reset()
+    trainer(arm, torch_compile=True)
+
+
+def trainer(arm: Arm, ranks: int = 1, **more: Any) -> None:
     """transformers.Trainer"""
     rows = [{"input_ids": row, "labels": row} for row in next(iter(batches(90, (9 * ranks, 70), count=1))).tolist()]
     with tempfile.TemporaryDirectory() as folder:
-        _train(arm, Trainer, model=llama(), args=TrainingArguments(folder, **COMMON), train_dataset=rows)
+        _train(arm, Trainer, model=llama(), args=TrainingArguments(folder, **COMMON, **more), train_dataset=rows)
 
 
 def sft(arm: Arm, *, bf16: bool = True, rows: int = 9, deepspeed: Any = None, **more: Any) -> None:

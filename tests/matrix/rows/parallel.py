@@ -135,3 +135,11 @@ def compiled(arm: Arm) -> None:
     for block in model.model.layers:
         block.compile()
     train(arm, model, rank=0)
+
+
+def whole(arm: Arm) -> None:
+    """torch.compile of the whole model, as in nanoGPT"""
+    torch.compiler.reset()
+    model = llama()
+    model.config.use_cache = False
+    train(arm, torch.compile(model), rank=0)
