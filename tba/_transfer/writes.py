@@ -39,8 +39,7 @@ class Writes:
 
     def begin(self, ticket: Ticket, record: Record, *, at_once: bool = False) -> WriteUnderWay:
         """Note that the store has the write of a record, or had nothing to move and ended it `at_once`."""
-        # Not by WriteUnderWay(...), which is a Python function and would be called for every write.
-        write = self._under_way[ticket] = tuple.__new__(WriteUnderWay, (record.ref, at_once, False))
+        write = self._under_way[ticket] = WriteUnderWay(record.ref, at_once, staged=False)
         return write
 
     def stage(self, ticket: Ticket) -> None:
