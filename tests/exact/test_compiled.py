@@ -139,6 +139,107 @@ class Checkpointed(Net):
         return x.square().mean()
 
 
+class Tied(Net):
+    """Embeds tokens, and compares with all of them by the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = x + functional.silu(layer(self.norm(x)))
+        return functional.cross_entropy((x @ self.words.weight.t()).flatten(0, 1), tokens.flatten())
+
+
+class Skips(nn.Module):
+    """A U-net: what goes down is joined again on the way up; its norms keep running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(*sizes, 3, stride=2, padding=1) for sizes in ((3, 8), (8, 16)))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(*sizes, 2, stride=2) for sizes in ((16, 8), (16, 3)))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = functional.relu(self.norms[0](self.down[0](x)))
+        two = functional.relu(self.down[1](one))
+        back = functional.relu(self.norms[1](self.up[0](two)))
+        return functional.mse_loss(self.up[1](torch.cat([back, one], 1)), x)
+
+
+class Fourier(Net):
+    """Mixes rows by a Fourier transform instead of attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.norm(x + torch.fft.fft2(x).real)
+            x = x + self.dropout(functional.gelu(layer(x)))
+        return x.square().mean()
+
+
+class Adapted(Net):
+    """Frozen layers with a trained low-rank path beside each (LoRA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.requires_grad_(False)
+        self.down = nn.ModuleList(nn.Linear(WIDTH, 4, bias=False) for _ in self.layers)
+        self.up = nn.ModuleList(nn.Linear(4, WIDTH, bias=False) for _ in self.layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, down, up in zip(self.layers, self.down, self.up, strict=True):
+            x = x + functional.gelu(layer(self.norm(x)) + up(self.dropout(down(x))))
+        return x.square().mean()
+
+
+class InPlace(Net):
+    """Edits what it has made, and slices of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(self.norm(x)).sigmoid_()
+            y[:, : WIDTH // 2] *= 2
+            x = x + y.index_add(0, torch.arange(4), y[4:8].exp())
+        return x.square_().mean()
+
+
+class Experts(Net):
+    """Each row goes by the two of three layers that it weighs most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            weights, chosen = self.gate(x).softmax(-1).topk(2)
+            all_ = torch.stack([functional.gelu(layer(self.norm(x))) for layer in self.layers], 1)
+            x = x + (all_.gather(1, chosen[..., None].expand(-1, -1, WIDTH)) * weights[..., None]).sum(1)
+        return x.square().mean()
+
+
+class Unrolled(Net):
+    """One gated layer, eight times over."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        reset, update, new = self.layers
+        state = torch.zeros_like(x)
+        for _ in range(8):
+            keep = torch.sigmoid(update(x + state))
+            state = keep * state + (1 - keep) * torch.tanh(new(x + torch.sigmoid(reset(state)) * state))
+        return state.square().mean()
+
+
+def _tokens() -> tuple[Tensor]:
+    return (torch.randint(50, (4, 32)),)
+
+
+def _images() -> tuple[Tensor]:
+    return (torch.randn(4, 3, 16, 16),)
+
+
 def _batch(rows: int = BATCH) -> tuple[Tensor]:
     return (torch.randn(rows, WIDTH),)
 
@@ -157,6 +258,13 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, 
     "autocast": (Net, _batch, {"autocast": True}),
     "accumulated": (Net, _batch, {"forwards": 2}),
     "dynamic": (Net, _batch, {"steps": 5}),
+    "tied": (Tied, _tokens, {}),
+    "skips": (Skips, _images, {}),
+    "fourier": (Fourier, _batch, {}),
+    "adapted": (Adapted, _batch, {}),
+    "in place": (InPlace, _batch, {}),
+    "experts": (Experts, _batch, {}),
+    "unrolled": (Unrolled, _batch, {}),
     **{str(each): (each.make_model, each.make_batch, {}) for each in FAMILIES if each.name != "jagged"},
 }
 

@@ -28,6 +28,7 @@ ROWS = {
     "huggingface:lora_int8": 1,
     "huggingface:lora_nf4": 1,
     "lightning:fit": 1,
+    "lightning:compiled": 1,
     "accelerate:ddp": 2,
     "accelerate:fsdp2": 2,
     "accelerate:zero2": 2,

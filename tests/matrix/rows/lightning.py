@@ -42,10 +42,18 @@ class Watch(lightning.Callback):
         self._arm.watch(self._callback.offload if self._callback is not None else None, pl_module)
 
 
-def fit(arm: Arm) -> None:
+def compiled(arm: Arm) -> None:
+    """Lightning Trainer, with a model that is compiled whole"""
+    torch.compiler.reset()
+    fit(arm, compiles=True)
+
+
+def fit(arm: Arm, *, compiles: bool = False) -> None:
     """Lightning Trainer"""
     callback = OffloadCallback(**arm.settings) if arm.settings is not None else None
     module = Module()
+    if compiles:
+        module.model.compile()
     tokens = torch.cat(list(batches(90, (3, 70))))
     with tempfile.TemporaryDirectory() as folder:
         trainer = lightning.Trainer(
