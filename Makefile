@@ -7,11 +7,12 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One worker a core; tests/ is split evenly as workers become free.
 JOBS ?= 2
 
-.PHONY: help .venv demo allocator test test-all torch accelerator test-torch lint docs matrix wheel gpu gpu-tests gpu-all gpu-wheels gpu-step gpu-rok gpu-peers gpu-hooks clean
+.PHONY: help .venv demo allocator test test-all test-share torch accelerator test-torch lint docs matrix wheel gpu gpu-tests gpu-all gpu-wheels gpu-step gpu-rok gpu-peers gpu-hooks clean
 
 help:
 	@echo "make demo   train a small GPT plain and with its activations on NVMe, and compare"
-	@echo "make test   run the tests: every promise, in five minutes; make test-all runs every sample too"
+	@echo "make test   run the tests: every promise, in five minutes; make test-all runs every sample too,"
+	@echo "            make test-share a third of those, by the commit"
 	@echo "make test-torch TORCH=$(TORCH)   run the core of the tests on another torch, in an environment of its own;"
 	@echo "            PYTHON=python3.12 takes another Python; make torch makes the environment alone"
 	@echo "make lint   ruff, format check, mypy strict, for each Python from 3.11 to 3.14"
@@ -61,6 +62,11 @@ test: $(VENV)/.installed
 
 test-all: $(VENV)/.installed
 	SAMPLES=all $(PYTEST) -n $(JOBS) --dist worksteal -m "not serial"
+
+# `make test` and a third of what it leaves out: which third follows from the commit, so each is as good as any.
+SHARE ?= $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))
+test-share: $(VENV)/.installed
+	SHARE=$(SHARE) $(PYTEST) -n $(JOBS) --dist worksteal --durations=25 -m "not serial"
 
 # The tests for a GPU, on an accelerator that is made of a CPU, and that one's own. It is built first, in a minute: its
 # compiler is the one that is here. A process that has loaded it is no more one of a machine without an accelerator.

@@ -59,6 +59,9 @@ def pytest_runtest_setup() -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not asked for
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[samples.CASES] = samples.mark(items)
+    if others := samples.others_share(items):
+        items[:] = [item for item in items if item not in others]
+        config.hook.pytest_deselected(items=list(others))
 
 
 @pytest.fixture(autouse=True)

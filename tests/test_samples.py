@@ -42,3 +42,22 @@ def test_a_fifth_of_the_examples_is_tried_and_at_least_ten(monkeypatch: pytest.M
     assert [samples.examples(count) for count in (300, 60, 25, 4)] == [60, 12, 10, 4]
     monkeypatch.setattr(samples, "ALL", True)
     assert samples.examples(300) == 300
+
+
+def test_each_case_is_of_one_share() -> None:
+    shares = [{name for name in GRID if samples.is_of_share(name, share)} for share in range(samples.SHARES)]
+    assert sum(map(len, shares)) == len(set.union(*shares)) == len(GRID)
+    assert min(map(len, shares)) > 0
+    assert {name for name in GRID if samples.is_of_share(name, 0x1234567)} == shares[0x1234567 % samples.SHARES]
+
+
+def test_a_share_leaves_out_exhaustive_cases_alone(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = request.session.items
+    monkeypatch.delenv("SHARE", raising=False)
+    assert not samples.others_share(items)
+    monkeypatch.setenv("SHARE", "1")
+    others = samples.others_share(items)
+    assert all(item.get_closest_marker("exhaustive") is not None for item in others)
+    assert not any(samples.is_of_share(item.nodeid, 1) for item in others)

@@ -3,6 +3,8 @@
 `@pytest.mark.sampled(8)` leaves eight of a parametrised test's cases in `make test`, chosen so that each value of each
 parameter is among them if eight are enough for that, and marks the others `exhaustive`. Random examples and seeds are
 counted by `examples`.
+
+`make test-share SHARE=n` runs what `make test` does, and one share in `SHARES` of the exhaustive cases, by their names.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ import pytest
 MAKE_TEST = "not serial and not exhaustive"  # what it asks pytest for
 CASES = pytest.StashKey[Counter[str]]()  # how many cases of each test it runs, by the test's name
 ALL = os.environ.get("SAMPLES") == "all"  # as `make test-all` sets it
-_SHARE, _LEAST = 5, 10
+SHARES = 3
+_FEWER, _LEAST = 5, 10
 
 Indices = Mapping[str, int]  # of a case: what tells each parameter's value from its others
 
 
 def examples(count: int) -> int:
     """How many of `count` random examples are tried: a fifth, and at least ten; all of them in `make test-all`."""
-    return count if ALL else min(count, max(_LEAST, count // _SHARE))
+    return count if ALL else min(count, max(_LEAST, count // _FEWER))
 
 
 def chosen(cases: Mapping[str, Indices], count: int) -> set[str]:
@@ -55,6 +58,20 @@ def mark(items: Collection[pytest.Item]) -> Counter[str]:
     for item in items:
         left[item.nodeid.partition("[")[0]] += not _is_left(item)
     return left
+
+
+def is_of_share(name: str, share: int) -> bool:
+    """Whether an exhaustive case, by its name, is one of share number `share`, modulo `SHARES`."""
+    return crc32(name.encode()) % SHARES == share % SHARES
+
+
+def others_share(items: Collection[pytest.Item]) -> set[pytest.Item]:
+    """Which cases are left to other shares than that of `SHARE`; none where it is not set."""
+    share = os.environ.get("SHARE")
+    if share is None:
+        return set()
+    exhaustive = (item for item in items if item.get_closest_marker("exhaustive") is not None)
+    return {item for item in exhaustive if not is_of_share(item.nodeid, int(share))}
 
 
 def _indices(item: pytest.Item) -> Indices:
