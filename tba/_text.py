@@ -57,6 +57,17 @@ def short(nbytes: float) -> str:
     return f"{amount:.0f} {unit}" if abs(amount) >= 100 else f"{amount:.3g} {unit}"
 
 
+def numbers(ordered: Iterable[int]) -> str:
+    """List numbers, three or more in a row by the first and the last: "0, 1", "0 to 7, 16"."""
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
 def value_text(value: Any) -> str:
     """Format the value of a setting: a switch, several paths, or anything else; a size as it was written."""
     if isinstance(value, bool):

@@ -116,11 +116,21 @@ class Forecast:
         """Years until that wears out the SSDs; None if nothing is written."""
         return None if self.disk is None else self.disk.years(self.written_bytes_per_day)
 
+    @cached_property
+    def fates(self) -> dict[str, int]:
+        """Bytes that a step saves by what becomes of them, with those that are too small to plan."""
+        plan, facts = self.plan, self.plan.facts
+        recomputed, sent = sum(map(facts.block_bytes, plan.recomputed)), sum(plan.sends.values())
+        return {
+            "small": self.observed.small_bytes,
+            "kept": facts.saved_bytes - recomputed - sent,
+            "moved": sent,
+            "recomputed": recomputed,
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Return all figures: bytes, seconds, and fractions."""
         own, plan, facts = self.training, self.plan, self.plan.facts
-        recomputed = sum(facts.block_bytes(block) for block in plan.recomputed)
-        sent = sum(plan.sends.values())
         return {
             "fits": not self.problem,
             "problem": self.problem,
@@ -147,13 +157,7 @@ class Forecast:
                 "peak_all_kept": own.weights + own.states + self.observed.plain_bytes,
             },
             "peak_binds": self.binds(),
-            "saved_bytes": {
-                "all": facts.saved_bytes + self.observed.small_bytes,
-                "small": self.observed.small_bytes,
-                "kept": facts.saved_bytes - recomputed - sent,
-                "moved": sent,
-                "recomputed": recomputed,
-            },
+            "saved_bytes": {"all": sum(self.fates.values()), **self.fates},
             "blocks": len(facts.blocks),
             "blocks_recomputed": len(plan.recomputed),
             "flops": self.observed.flops,

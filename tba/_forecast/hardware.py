@@ -52,6 +52,10 @@ class Device:
         rate = self.flops_per_s.get(dtype, self.flops_per_s[None])
         return max(flops / rate, nbytes / self.memory_bytes_per_s, self.op_s)
 
+    def shared(self, ranks: int) -> Device:
+        """Return what each of so many ranks of a node has: a card of its own, or its part of the CPU's memory."""
+        return self if self.like_cuda else replace(self, memory_bytes=self.memory_bytes // ranks)
+
 
 @dataclass(frozen=True)
 class Disk:

@@ -33,6 +33,7 @@ from .._torch.weights import WEIGHT as WEIGHT_MARK
 from .as_cuda import AsCuda
 from .causal import leave_masks_out
 from .clock import GRADIENT, SAVED, WEIGHT, Clock
+from .cut import cut
 from .hardware import Device
 
 # Attribute of a storage, which lives as long as its memory: (version, begin, end, entry) of what is saved of it.
@@ -49,12 +50,13 @@ class Observed:
         weight_bytes, trained_bytes: of parameters and buffers; of parameters that get a gradient.
         trained: their count of elements.
         block_weight_bytes: of the largest block.
+        outside_weight_bytes: of parameters that are in no block.
         other_bytes: most that live at once besides weights, gradients and what is saved: what operators work on, and
             what is saved in storages that are too small to plan.
         plain_bytes: most that live at once besides weights, in a step that keeps everything.
         tokens: of a batch, if it has any: elements of its largest tensor of whole numbers; else 0.
         small_bytes: saved in storages that are too small to plan, each counted once.
-        model, parameters, dtype: the model's class, its number of parameters and what most of them are.
+        model, parameters, dtype: the model's class, its number of parameters, before it was cut, and what most are.
         batch: the shape of the batch's largest tensor of whole numbers, or else of its largest tensor.
     """
 
@@ -66,6 +68,7 @@ class Observed:
     trained_bytes: int
     trained: int
     block_weight_bytes: int
+    outside_weight_bytes: int
     other_bytes: int
     plain_bytes: int
     flops: int
@@ -160,7 +163,12 @@ class _Watch:
 
 
 def observe(
-    make: Subject, device: Device, *, min_tensor_bytes: int = 1 << 20, autocast: torch.dtype | None = None
+    make: Subject,
+    device: Device,
+    *,
+    min_tensor_bytes: int = 1 << 20,
+    autocast: torch.dtype | None = None,
+    tensor: int = 1,
 ) -> Observed:
     """Build a model and run one step of it, without memory.
 
@@ -169,14 +177,16 @@ def observe(
         device: whose times count.
         min_tensor_bytes: of storages that are planned.
         autocast: run forward under it.
+        tensor: ranks that the model's layers are cut among (`cut`); the step is that of the first.
 
     Raises:
-        ConfigError: the model needs values that fake tensors do not have, gives no loss or trains nothing.
+        ConfigError: the model needs values that fake tensors do not have, gives no loss, trains nothing, or cannot be
+            cut.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), _quiet():
         try:
             model, batch = make()
-            return _observe(model, batch, device, min_tensor_bytes, autocast)
+            return _observe(model, batch, device, min_tensor_bytes, autocast, tensor)
         except (ConfigError, ModuleNotFoundError):
             raise
         except Exception as error:
@@ -191,10 +201,17 @@ def observe(
 
 
 def _observe(
-    model: nn.Module, batch: Any, device: Device, min_tensor_bytes: int, autocast: torch.dtype | None
+    model: nn.Module,
+    batch: Any,
+    device: Device,
+    min_tensor_bytes: int,
+    autocast: torch.dtype | None,
+    tensor: int = 1,
 ) -> Observed:
     model.train()
     leave_masks_out(model, batch)
+    parameters = sum(p.numel() for p in model.parameters())
+    cut(model, tensor)
     clock = Clock(device.seconds)
     weights = {id(storage): storage for storage in map(Tensor.untyped_storage, [*model.parameters(), *model.buffers()])}
     for storage in weights.values():
@@ -219,7 +236,9 @@ def _observe(
         turn_s = clock.now_s
         loss.backward()
     blocks, saved = _placed(watch, turn_s, clock.now_s)
-    sizes = [sum(p.nbytes for p in watch.visits[visit].module.parameters()) for visit in blocks]
+    inside = [list(watch.visits[visit].module.parameters()) for visit in blocks]
+    sizes = [sum(p.nbytes for p in each) for each in inside]
+    outside = set(model.parameters()).difference(*inside)
     return Observed(
         saved=saved,
         blocks=tuple(_block(watch.visits[visit]) for visit in blocks),
@@ -229,13 +248,14 @@ def _observe(
         trained_bytes=sum(p.nbytes for p in trained),
         trained=sum(p.numel() for p in trained),
         block_weight_bytes=max(sizes, default=0),
+        outside_weight_bytes=sum(p.nbytes for p in outside),
         other_bytes=clock.most_other_bytes,
         plain_bytes=clock.most_bytes,
         flops=clock.flops,
         tokens=math.prod(shape) if (shape := _tokens(batch)) else 0,
         small_bytes=watch.small_bytes,
         model=type(model).__name__,
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=parameters,
         dtype=_dtype(trained),
         batch=shape or _largest(batch),
     )

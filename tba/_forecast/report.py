@@ -4,34 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .._text import as_text, size
+from .._text import as_text, numbers, size
 from .forecast import COMPARED, Forecast
+from .together import Together
 
 _MOST_YEARS = 100
 
 
-def report(found: Forecast, name: str = "", largest: str = "") -> str:
-    """Format a forecast: what it took and whether it fits, each policy, memory and bytes under the plan.
+def report(together: Together, name: str = "", largest: str = "") -> str:
+    """Format a forecast: what it took and whether it fits, what each rank does, each policy, memory and bytes.
+
+    Where ranks differ, policies, memory and bytes are those of the first.
 
     Args:
-        found: the forecast.
+        together: the forecast.
         name: what the user called the model.
         largest: what a search has found, in a line.
     """
-    head = [_took(found, name), _verdict(found), *([largest] if largest else []), ""]
-    return "\n".join([*head, as_text(list(_ways(found))), "", as_text(list(_rows(found)), _notes(found))])
+    found, several = together.hardest, together.group.world > 1
+    head = [_took(together, name), _verdict(found), *([largest] if largest else []), ""]
+    ranks = [as_text(list(_ranks(together)), _agreed(together)), ""] if several else []
+    table = as_text(list(_rows(together)), _notes(together))
+    return "\n".join([*head, *ranks, as_text(list(_ways(found))), "", table])
 
 
-def _took(found: Forecast, name: str) -> str:
+def _took(together: Together, name: str) -> str:
+    found, group = together.hardest, together.group
     seen = found.observed
     batch = " x ".join(f"{each:,}" for each in seen.batch) + (" tokens" if seen.tokens else "")
-    shards = f", {found.shards} shards" if found.shards > 1 else ""
+    ranks = f"; {group}" if group.world > 1 else ""
     disk = "no disk" if found.disk is None else found.disk.name
     if found.disk is not None and found.disk.ranks > 1:
         disk += f" for {found.disk.ranks} ranks"
     return (
         f"{name or seen.model}: {seen.model}, {_count(seen.parameters)} parameters, {seen.dtype}; batch {batch}; "
-        f"{found.optimizer}{shards}; {found.device.name} with {size(found.device.memory_bytes)}, {disk}"
+        f"{found.optimizer}{ranks}; {found.device.name} with {size(found.device.memory_bytes)}, {disk}"
     )
 
 
@@ -45,6 +52,22 @@ def _verdict(found: Forecast) -> str:
     return f"FITS under tier auto: {peak}, step {found.step_s(auto) / found.step_s(found.ways['plain']):.2f}x plain's"
 
 
+def _ranks(together: Together) -> Iterator[tuple[str, ...]]:
+    yield "", "keeps", "moves", "recomputes", "blocks", "peak memory", "step"
+    for each in together.alike:
+        found, plan, fates = each.forecast, each.forecast.plan, each.forecast.fates
+        name = f"rank{'s' * (len(each.ranks) > 1)} {numbers(each.ranks)}"
+        kept, moved, again = (
+            size(nbytes) for nbytes in (fates["small"] + fates["kept"], fates["moved"], fates["recomputed"])
+        )
+        blocks = f"{len(plan.recomputed)} of {len(plan.facts.blocks)}"
+        yield name, kept, moved, again, blocks, size(found.peak_bytes(plan)), _seconds(found.step_s(plan))
+
+
+def _agreed(together: Together) -> Iterator[str]:
+    yield from dict.fromkeys(agreed for each in together.alike if (agreed := each.forecast.plan.agreed))
+
+
 def _ways(found: Forecast) -> Iterator[tuple[str, ...]]:
     plain_s = found.step_s(found.ways["plain"])
     yield "", "peak memory", "step", "x plain", "moved", ""
@@ -56,36 +79,33 @@ def _ways(found: Forecast) -> Iterator[tuple[str, ...]]:
         yield name, size(peak_bytes), _seconds(step_s), f"{step_s / plain_s:.2f}", moved, fits
 
 
-def _rows(found: Forecast) -> Iterator[tuple[str, str, str]]:
+def _rows(together: Together) -> Iterator[tuple[str, str, str]]:
+    found, group = together.hardest, together.group
     own, plan, card = found.training, found.plan, found.device
-    facts, small = plan.facts, found.observed.small_bytes
-    sharded = f"of {found.shards} shards" if found.shards > 1 else ""
+    sharded = f"1 of {group.replica} parts" if group.replica > 1 else ""
     yield f"memory of {card.name} under auto", size(card.memory_bytes), ""
     yield "  weights", size(own.weights), sharded
     yield "  gradients", size(own.gradients), sharded
     yield f"  optimizer, {found.optimizer}", size(own.states), sharded
     if own.gathered:
-        yield "  gathered blocks", size(own.gathered), ""
+        yield "  gathered weights", size(own.gathered), "3 blocks; what is in none, twice"
     yield "  operator workspace", size(own.work), "logits, small saved tensors, ..."
     yield "  saved tensors, planned", size(plan.predicted.peak.nbytes), f"of a budget of {size(plan.budget_bytes)}"
     yield "  peak", size(found.peak_bytes(plan)), found.binds()
-    sent = sum(plan.sends.values())
-    gone = sum(facts.block_bytes(block) for block in plan.recomputed)
-    total = facts.saved_bytes + small
+    total = sum(found.fates.values())
     yield "a step saves", size(total), ""
-    for name, nbytes in (
-        ("  too small to move, kept", small),
-        ("  kept", total - small - sent - gone),
-        ("  moved", sent),
-        (f"  recomputed, {len(plan.recomputed)} of {len(facts.blocks)} blocks", gone),
-    ):
-        yield name, size(nbytes), f"{nbytes / total:.0%}" if total else ""
+    names = {
+        "small": "  too small to move, kept",
+        "recomputed": f"  recomputed, {len(plan.recomputed)} of {len(plan.facts.blocks)} blocks",
+    }
+    for fate, nbytes in found.fates.items():
+        yield names.get(fate, f"  {fate}"), size(nbytes), f"{nbytes / total:.0%}" if total else ""
     low, high = found.errors
-    step_s = found.step_s(plan)
+    step_s = together.step_s
     yield "expected measured step", f"{_seconds(low * step_s)} to {_seconds(high * step_s)}", ""
     if found.observed.tokens:
-        rate = found.observed.tokens / step_s
-        yield "tokens per second", f"{rate:,.0f}", f"{rate / high:,.0f} to {rate / low:,.0f}"
+        rate, whose = together.tokens_per_s, ", all ranks" if group.world > 1 else ""
+        yield f"tokens per second{whose}", f"{rate:,.0f}", f"{rate / high:,.0f} to {rate / low:,.0f}"
     if found.disk is not None:
         yield f"{found.disk.name} writes", f"{found.written_bytes_per_day / 1e12:.1f} TB a day", "continuous steps"
         years = found.years
@@ -95,7 +115,8 @@ def _rows(found: Forecast) -> Iterator[tuple[str, str, str]]:
         yield "  its endurance lasts", lives, spread
 
 
-def _notes(found: Forecast) -> Iterator[str]:
+def _notes(together: Together) -> Iterator[str]:
+    found, group = together.hardest, together.group
     where = "on published runs on H100 and A100" if found.device.like_cuda else "on a machine measured this way"
     low, high = found.errors
     yield ""
@@ -104,8 +125,12 @@ def _notes(found: Forecast) -> Iterator[str]:
         if found.device.name not in COMPARED:
             yield f"No forecast for {found.device.name} was compared with a real step, only forecasts for other cards:"
     yield f"Steps took {low:.2f} to {high:.2f} of their forecast {where}. Saved bytes are counted, not estimated."
-    if found.shards > 1:
-        yield "Times do not include communication between shards."
+    if group.world > 1:
+        yield "Times do not include communication between ranks."
+    if group.fsdp > 1:
+        yield "FSDP is taken to wrap each block and the whole model, and to prefetch one block."
+    if group.tensor > 1:
+        yield "Layers are cut by the model's tp_plan; a batch is that of the ranks that share them."
     if found.disk is not None:
         yield f"Disk: {found.disk.count} x {found.disk.source}."
 

@@ -44,7 +44,8 @@ class Training:
 
     Attributes:
         weights, gradients, states: the shard on this card.
-        gathered: whole blocks: one in use, one prefetched, and a gradient. 0 unless sharded.
+        gathered: whole blocks: one in use, one prefetched, and a gradient; and what is in no block, which stays
+            gathered from forward to the end of backward, and its gradients. 0 unless sharded.
         work: operator workspace, including the logits, and saved tensors that are too small to move.
         optimizer_work: maximum of temporary memory in the optimizer's step.
         optimizer_s: time of that step.
@@ -75,10 +76,10 @@ class Training:
         return (
             f"{device.name} has {size(device.memory_bytes)}, but before any saved tensor this training needs "
             f"{size(max(device.memory_bytes - left, optimizer))}: weights {size(self.weights)}, gradients "
-            f"{size(self.gradients)}, optimizer {size(self.states)}, gathered blocks {size(self.gathered)}, "
+            f"{size(self.gradients)}, optimizer {size(self.states)}, gathered weights {size(self.gathered)}, "
             f"operator workspace {size(self.work)} (the optimizer's step {size(self.optimizer_work)}). Make "
-            "batch or sequence smaller, use --dtype bfloat16, another --optimizer, more --shards, or a card with "
-            "more memory"
+            "batch or sequence smaller, use --dtype bfloat16, another --optimizer, --fsdp or --tp with more "
+            "ranks, or a card with more memory"
         )
 
 
@@ -95,7 +96,7 @@ def training(observed: Observed, device: Device, optimizer: str, shards: int) ->
         weights=observed.weight_bytes // shards,
         gradients=observed.trained_bytes // shards,
         states=states // shards,
-        gathered=3 * observed.block_weight_bytes if shards > 1 else 0,
+        gathered=3 * observed.block_weight_bytes + 2 * observed.outside_weight_bytes if shards > 1 else 0,
         work=observed.other_bytes,
         optimizer_work=kind.work_bytes(observed.trained_bytes) // shards,
         optimizer_s=passed / shards / device.memory_bytes_per_s,

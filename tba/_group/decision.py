@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from .._plan.facts import Block, Facts, Link
 from .._plan.greedy import decide, fitting
-from .._text import short
+from .._text import numbers, short
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Decision:
     told: str
 
 
-def decide_together(ranks: Sequence[int], shares: Sequence[Share]) -> Decision | None:
-    """Decide for all ranks; None if their steps are not alike."""
+def decide_together(ranks: Sequence[int], shares: Sequence[Share], *, moves: bool = True) -> Decision | None:
+    """Decide for all ranks, of which each `moves` what it decides to, if it may; None if their steps are not alike."""
     if len({len(share.facts.blocks) for share in shares}) > 1:
         return None
     budget_bytes = min(share.budget_bytes for share in shares)
-    recomputed = fitting(decide, hardest(shares), budget_bytes).recomputed
+    recomputed = fitting(partial(decide, moves=moves), hardest(shares), budget_bytes).recomputed
     joint = frozenset[int]().union(*(share.joint for share in shares))
     return Decision(recomputed, recomputed & joint, _told(ranks, shares))
 
@@ -92,12 +93,12 @@ def _slowest(base: Link, links: Sequence[Link]) -> Link:
 
 
 def _told(ranks: Sequence[int], shares: Sequence[Share]) -> str:
-    numbers = range(len(ranks))
-    small = min(numbers, key=lambda number: shares[number].budget_bytes)
+    places = range(len(ranks))
+    small = min(places, key=lambda place: shares[place].budget_bytes)
     links = [share.facts.link for share in shares]
-    slow = min(numbers, key=lambda number: links[number].write_bytes_per_s)
+    slow = min(places, key=lambda place: links[place].write_bytes_per_s)
     return (
-        f"agreed by ranks {', '.join(map(str, ranks))}: rank {ranks[small]} has the least room, "
+        f"agreed by ranks {numbers(ranks)}: rank {ranks[small]} has the least room, "
         f"{short(shares[small].budget_bytes)}, rank {ranks[slow]} the slowest link, "
         f"{short(links[slow].write_bytes_per_s)}/s out and {short(links[slow].read_bytes_per_s)}/s back"
     )

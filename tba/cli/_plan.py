@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any
 
 import typer
 
 from tba._config import OffloadConfig
-from tba._forecast.forecast import Forecast, forecast
+from tba._forecast.group import group_of
 from tba._forecast.hardware import DEVICES, DISKS, device_named, disk_named
 from tba._forecast.here import measure_here
 from tba._forecast.observe import observe
 from tba._forecast.report import report
+from tba._forecast.together import Together, forecast_together
 from tba._forecast.training import OPTIMIZERS
 
 from ._blame import BAD_USAGE, blaming, refusing
@@ -59,12 +59,22 @@ def plan_command(
         str | None, typer.Option(help="bfloat16 (bf16) or float16 (fp16): run forward under autocast.")
     ] = None,
     optimizer: Annotated[str, typer.Option(help=_ABOUT_OPTIMIZERS)] = "adamw",
-    shards: Annotated[int, typer.Option(min=1, help="GPUs that share weights, gradients and states (FSDP).")] = 1,
+    world: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks that train. Default: --fsdp times --tp, or as many times that as fill nodes."),
+    ] = None,
+    fsdp: Annotated[
+        int,
+        typer.Option("--fsdp", "--shards", min=1, help="Ranks that share weights, gradients and states (FSDP)."),
+    ] = 1,
+    tp: Annotated[
+        int, typer.Option(min=1, help="Ranks that share layers (tensor parallelism), by the model's tp_plan.")
+    ] = 1,
     ranks_per_node: Annotated[
         int, typer.Option(min=1, help="Ranks that share the node's disk (and, on a CPU, memory).")
     ] = 1,
     memory_budget: Annotated[
-        str | None, typer.Option(help='Budget of saved tensors, such as "8GiB". Default: all free memory.')
+        str | None, typer.Option(help='Budget of saved tensors of each rank, such as "8GiB". Default: all free memory.')
     ] = None,
     find_batch: Annotated[bool, typer.Option("--find-batch", help="Find the largest batch that fits.")] = False,
     find_sequence: Annotated[
@@ -78,12 +88,9 @@ def plan_command(
     planned as asked or does not fit, 1 if the model's own code raises.
     """
     with refusing("tba plan"):
+        group = group_of(world, fsdp, tp, ranks_per_node)
         drives = disk_named(disk)
-        if drives is not None:
-            drives = drives.shared(ranks_per_node)
         machine = measure_here() if device == "here" else device_named(device)
-        if not machine.like_cuda:
-            machine = replace(machine, memory_bytes=machine.memory_bytes // ranks_per_node)
         budget_bytes = None
         if memory_budget is not None:
             budget_bytes = OffloadConfig(tier="auto", memory_budget=memory_budget).memory_budget
@@ -91,25 +98,25 @@ def plan_command(
         fields = fields_of(changes or ())
 
         @cache
-        def planned(batch: int | None, sequence: int | None) -> Forecast:
+        def planned(batch: int | None, sequence: int | None) -> Together:
             def make() -> Any:
                 return subject(model, batch=batch, sequence=sequence, dtype=dtype, changes=fields)
 
-            seen = observe(make, machine, autocast=cast)
-            return forecast(seen, machine, drives, budget_bytes=budget_bytes, optimizer=optimizer, shards=shards)
+            seen = observe(make, machine, autocast=cast, tensor=tp)
+            return forecast_together(seen, machine, drives, group, budget_bytes=budget_bytes, optimizer=optimizer)
 
         search, found = asked(find_batch, find_sequence, batch, sequence), None
         with blaming("tba plan", model):
             if search is BATCH:
-                found = find(search, lambda number: planned(number, sequence))
+                found = find(search, lambda number: planned(number, sequence).hardest)
                 batch = found.number
             elif search is not None:
-                found = find(search, lambda number: planned(batch, number))
+                found = find(search, lambda number: planned(batch, number).hardest)
                 sequence = found.number
             result = planned(batch, sequence)
     if as_json:
         print(json.dumps(result.to_dict() | ({"largest": dict(found.by_policy)} if found else {}), indent=2))
     else:
         print(report(result, model, str(found or "")))
-    if result.problem:
+    if result.hardest.problem:
         raise typer.Exit(BAD_USAGE)

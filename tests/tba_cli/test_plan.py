@@ -159,7 +159,7 @@ def test_a_model_that_is_too_large_is_refused_with_the_numbers() -> None:
     took, said, *_ = result.stdout.splitlines()
     assert "LlamaForCausalLM" in took
     assert said.startswith("DOES NOT FIT: rtx3090 has 22.4 GiB, but before any saved tensor this training needs ")
-    assert "--shards" in said
+    assert "--fsdp or --tp with more ranks" in said
     found = json.loads(run(*arguments, "--json").stdout)
     assert (found["fits"], {way["fits"] for way in found["steps"].values()}) == (False, {False})
     more = refusal("llama", *SMALL, "--device", "rtx3090", "--memory-budget", "64GiB")
@@ -260,3 +260,31 @@ def test_a_name_of_the_hub_says_how_to_fetch_its_config(tmp_path: Path, monkeypa
     config.save_pretrained(tmp_path)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
     assert figures(name, "--device", "h100")["model"] == "GPT2LMHeadModel"
+
+
+def test_a_group_is_planned_rank_by_rank() -> None:
+    asked = ("llama", *SMALL, "--batch", 4, "--sequence", 256, "--device", "h100")
+    found = figures(*asked, "--world", 8, "--fsdp", 2, "--tp", 2, "--ranks-per-node", 8)
+    alone = figures(*asked)
+    assert (found["world"], found["replicas"], found["shards"], found["tensor"]) == (8, 2, 2, 2)
+    assert [each["ranks"] for each in found["ranks"]] == [list(range(8))]
+    cut = 4 * 256 * 256 + 3 * 256 * 512  # the weights of a layer's matrices
+    parameters = 4 * cut // 2 + (4 * 2 + 1) * 256 + 2 * 500 * 256 // 2  # norms are whole
+    assert found["memory_bytes"]["weights"] == pytest.approx(4 * parameters / 2, abs=1024)
+    assert alone["saved_bytes"]["all"] > found["saved_bytes"]["all"] > alone["saved_bytes"]["all"] / 2
+    assert found["parameters"] == alone["parameters"]
+    result = run(*asked, "--world", 8, "--fsdp", 2, "--tp", 2)
+    assert "8 ranks: 2 replicas x 2 FSDP x 2 tensor" in result.stdout
+    assert "ranks 0 to 7" in result.stdout
+    assert figures(*asked, "--shards", 2) == figures(*asked, "--fsdp", 2)
+
+
+def test_groups_that_make_no_sense_are_refused(ours: str) -> None:
+    assert "--world 7 is no multiple of --fsdp 2 times --tp 1" in refusal(
+        "llama", "--device", "h100", "--world", 7, "--fsdp", 2
+    )
+    assert "num_attention_heads=4, which 3 ranks cannot share" in refusal(
+        "llama", *SMALL, "--device", "h100", "--tp", 3
+    )
+    assert "GPT2LMHeadModel has no plan of tensor parallelism" in refusal("gpt2", "--device", "h100", "--tp", 2)
+    assert "Feed has no plan of tensor parallelism" in refusal(f"{ours}:make", "--device", "h100", "--tp", 2)
