@@ -45,11 +45,16 @@ class Cannot(Exception):
     """The framework cannot be trained here; the message says why, and goes into the table."""
 
 
+class Lacking(Cannot):
+    """This machine lacks what the framework needs; the message says what. The table keeps the line that it has."""
+
+
 class Arm:
     """One training with one set of settings.
 
     Attributes:
         settings: those of `tba.attach`; None for the framework alone.
+        scratch: a directory for files of the framework's own.
         losses: one for each step, as the framework tells it.
         weights: the parameters after the last step, by name.
         shapes: of the parameters, whole and sharded, as the model that trains has them.
@@ -59,6 +64,7 @@ class Arm:
         put(Counted())  # what is planned is the same on any machine
         given = ARMS[name]
         self.name = name
+        self.scratch = scratch / name
         self.settings = None if given is None else given | {"storage_paths": scratch}
         if self.settings is not None and name == "auto":
             self.settings["memory_budget"] = budget_bytes

@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 WORDS = [f"w{number}" for number in range(90)]
 
 
-def llama() -> LlamaForCausalLM:
+def llama(vocabulary: int = 96) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "vocab_size": 96}
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "vocab_size": vocabulary}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0))
 
 

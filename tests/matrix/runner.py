@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from matrix.arms import ARMS, Arm, Cannot, alive, equal
+from matrix.arms import ARMS, Arm, Cannot, Lacking, alive, equal
 
 LIMIT_S = 300  # of one row
 
@@ -82,7 +82,7 @@ def _train(row: str) -> dict[str, Any]:
                 try:
                     train(arm)
                 except Cannot as reason:
-                    found["cannot"] = str(reason)
+                    found["lacks" if isinstance(reason, Lacking) else "cannot"] = str(reason)
                     break
                 except Exception:
                     found[name] = {"error": traceback.format_exc()}

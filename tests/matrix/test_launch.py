@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from matrix.launch import launch
-from matrix.page import HEAD, Page
+from matrix.page import HEAD, NOT_HERE, Page
 
 STARTS_ANOTHER = """
 import subprocess, sys, time
@@ -80,3 +80,12 @@ def test_a_run_whose_page_differs_from_the_filed_one_in_more_than_figures_fails(
         assert _written(tmp_path, filed, **cells | other)[1] == pytest.ExitCode.TESTS_FAILED
     filed.unlink()
     assert _written(tmp_path, filed, **cells)[1] == pytest.ExitCode.TESTS_FAILED
+
+
+def test_a_row_that_the_machine_lacks_something_for_keeps_its_line(tmp_path: Path) -> None:
+    filed, arms = tmp_path / "filed.md", ("nvme", "exact", "safe8", "auto")
+    filed.write_text(_written(tmp_path, None, **dict.fromkeys(arms, "equal, 9.5 MiB"))[0])
+    lacking = dict.fromkeys(arms, f"{NOT_HERE}; libaio is missing")
+    assert _written(tmp_path, filed, **lacking)[1] == pytest.ExitCode.OK
+    filed.write_text(filed.read_text().replace("| DDP |", "| FSDP1 | equal |\n| DDP |"))
+    assert _written(tmp_path, filed, **lacking)[1] == pytest.ExitCode.TESTS_FAILED

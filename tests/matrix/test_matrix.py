@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from matrix.launch import HERE, by_torchrun, launch
+from matrix.page import NOT_HERE
 from matrix.runner import LIMIT_S, folder_of
 
 # Module and function in `rows`, and the number of ranks.
@@ -36,6 +37,8 @@ ROWS = {
     "deepspeed:zero1": 2,
     "deepspeed:zero2": 2,
     "deepspeed:zero3": 2,
+    "deepspeed:zero3_cpu": 2,
+    "deepspeed:zero3_nvme": 2,
     "parallel:ddp": 2,
     "parallel:fsdp1": 2,
     "parallel:fsdp2": 2,
@@ -138,6 +141,9 @@ def test_it_trains_as_the_framework_does_alone(
     if len(ranks) < ROWS[row] and re.search(r"Timeout \(\d", printed):
         show(f"FAILED: took longer than {LIMIT_S} s")
     assert ranks, printed
+    if reason := ranks[0].get("lacks"):
+        show(f"{NOT_HERE}; {reason}")
+        pytest.skip(reason)
     if reason := ranks[0].get("cannot"):
         show(f"cannot run; {reason}")
         pytest.skip(reason)
