@@ -30,7 +30,7 @@ class Served:
     def __init__(
         self, config: OffloadConfig, model: Callable[[], nn.Module | None], lock: RLock, counters: Counters
     ) -> None:
-        self._config, self._model, self._engine = config, model, (lock, counters)
+        self._config, self._model, self._lock, self._counters = config, model, lock, counters
         # These settings have no effect inside of a graph.
         self._open = config.tier != "keep" and not (config.compress or config.blocks or config.policy != "budget")
         # Where free memory decides, most models fit: they keep their code, and the compiler its caches.
@@ -48,8 +48,8 @@ class Served:
 
     def backend(self) -> CompileBackend | None:
         """The backend to compile served modules by; None as long as no step has needed it."""
-        if self._backend is None and not (self._waits and not self._engine[1].offloaded_bytes):
-            self._backend = CompileBackend(self._config, engine=self._engine)
+        if self._backend is None and not (self._waits and not self._counters.offloaded_bytes):
+            self._backend = CompileBackend(self._config, engine=(self._lock, self._counters))
         return self._backend
 
     def _is_whole(self, module: nn.Module) -> bool:
