@@ -103,8 +103,12 @@ class Child:
                 return message["answer"]
             tell(message["note"])
 
+    def kill(self) -> None:
+        """Kill the process, from any thread: a wait for its answer ends with ChildError."""
+        self._process.kill()
+
     def close(self) -> None:
-        """Kill the process if it still runs."""
+        """Kill the process if it still runs, and let go of its pipe and its words."""
         self._process.kill()
         self._process.wait()
         self._pipe.close()

@@ -319,7 +319,34 @@ def test_a_campaign_that_is_told_to_end_leaves_no_mount(scratch: Path) -> None:
             time.sleep(0.05)
     finally:
         process.terminate()
-        process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
+        try:
+            words = process.communicate(timeout=60)[1]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            words = process.communicate()[1]
+    assert process.returncode == 128 + signal.SIGTERM, words
     assert str(scratch) not in mounts.read_text()
+    assert list(scratch.iterdir()) == []
+
+
+_TOLD = """
+import pathlib, signal, sys
+from tests.campaigns.faults.command import run_cases
+from tests.campaigns.runner import end_when_told
+
+class Lost:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+end_when_told()
+Lost()
+run_cases([(seed, None) for seed in range(1000)], pathlib.Path(sys.argv[1]))
+"""
+
+
+def test_a_campaign_ends_though_a_finalizer_swallowed_what_told_it_to(scratch: Path) -> None:
+    command = [sys.executable, "-c", _TOLD, str(scratch)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert "Exception ignored in" in done.stderr
     assert list(scratch.iterdir()) == []

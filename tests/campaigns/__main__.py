@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from typing import Annotated
 
 import typer
@@ -12,6 +10,7 @@ from benchmarks._report.options import MACHINE, AsJson, Folder, Machine, Quick, 
 from benchmarks._report.results import Result
 
 from .device import Device, check_device
+from .runner import end_when_told
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
@@ -130,10 +129,6 @@ def _finish(result: Result, as_json: bool, save: bool, machine: str) -> None:
         raise typer.Exit(1)
 
 
-def _terminated(number: int, _: object) -> None:
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminated)  # so that processes and mounts end with the campaign
+    end_when_told()
     app()

@@ -1,12 +1,18 @@
-"""Runner: asks the cases of a campaign in processes of their own, with a time limit, and counts what comes of them."""
+"""Runner: asks the cases of a campaign in processes of their own, with a time limit, and counts what comes of them.
+
+A campaign that is told to end (`end_when_told`) ends at once: the processes of its cases are killed, not waited for.
+Python drops what a signal's handler raises within a finalizer, so the handler leaves a mark too, read before each case.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +24,9 @@ from benchmarks._report.results import Grid, Result
 from benchmarks._workload.tools import scratch_directory
 
 _START_S = 120.0  # the first case of a process comes after the import of torch
+_KILL_EVERY_S = 0.1  # a case that was about to start its process when the campaign ended is killed at the next look
+_STATUS = 128 + signal.SIGTERM  # as a shell says it
+_told = threading.Event()  # the process was told to end
 
 Question = TypeVar("Question")
 Outcome = TypeVar("Outcome")
@@ -59,6 +68,11 @@ class Runner:
             self.close()
             raise
 
+    def kill(self) -> None:
+        """Kill the process, if there is one, from any thread: the question that it is asked ends with ChildError."""
+        if (child := self.child) is not None:
+            child.kill()
+
     def close(self) -> None:
         """End the process, if there is one."""
         child, self.child = self.child, None
@@ -92,30 +106,54 @@ def ask_all(
     """
     found: dict[int, Outcome] = {}
     stopped = threading.Event()
+    runners = list[Runner]()
     parent = scratch_directory((path,) if path is not None else None)
     place = tempfile.TemporaryDirectory(prefix=f"tba-{theme}-", dir=parent, ignore_cleanup_errors=True)
     with place as directory, progress(theme, len(questions)) as bar, ThreadPoolExecutor(jobs) as pool:
 
         def run(begin: int) -> None:
             module = f"tests.campaigns.{theme}.worker"
-            with closing(Runner(module, lambda: arguments(directory), timeout_s=timeout_s, variables=variables)) as one:
+            one = Runner(module, lambda: arguments(directory), timeout_s=timeout_s, variables=variables)
+            runners.append(one)
+            with closing(one):
                 for number in range(begin, min(begin + chunk, len(questions))):
+                    if stopped.is_set() or _told.is_set():
+                        return
                     try:
                         answer = one.ask(questions[number])
                     except ChildError as error:
                         answer = error
+                    if stopped.is_set():
+                        return  # the campaign has killed the case
                     found[number] = outcome(questions[number], answer)
                     if said := bad(found[number]):
                         bar.say(said)
                     bar.advance(f"{sum(bool(bad(each)) for each in list(found.values()))} bad")
-                    if stopped.is_set():
-                        return
 
+        running = list[Future[None]]()
         try:
-            list(pool.map(run, range(0, len(questions), chunk)))
+            for begin in range(0, len(questions), chunk):
+                running.append(pool.submit(run, begin))
+            for future in running:
+                future.result()
         finally:
             stopped.set()
+            while wait(running, timeout=_KILL_EVERY_S).not_done:
+                for each in list(runners):
+                    each.kill()
+    if _told.is_set():
+        raise SystemExit(_STATUS)
     return [found[number] for number in sorted(found)]
+
+
+def end_when_told() -> None:
+    """End this process at SIGTERM, after the processes and mounts of its campaign."""
+    signal.signal(signal.SIGTERM, _terminated)
+
+
+def _terminated(number: int, _: object) -> None:
+    _told.set()
+    sys.exit(_STATUS)
 
 
 def verdict_of(error: ChildError) -> str:
