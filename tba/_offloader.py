@@ -331,9 +331,11 @@ class Offloader:
     def plan(self) -> Plan | NoPlan:
         """The plan of tier "auto" for the next steps, with predicted and measured figures.
 
-        Without one, as for a run that fits in memory, it is a `NoPlan`, which is false and, printed, says why.
+        Without one, as for a run that fits in memory, it is a `NoPlan`, which is false and, printed, says why. Where
+        the model is compiled whole, that is what becomes of the saved tensors of each graph.
         """
-        return self._saver.plan
+        graphs = self._served.plan if self._served is not None else None
+        return self._saver.plan if graphs is None else graphs
 
     @property
     def tied(self) -> bool:

@@ -102,10 +102,15 @@ class FamilyArm(TrainArm):
             "family": self.family.describe,
             "unit": self.family.unit,
             "units": self.family.units(self.make_batch(0)),
-            # What PyTorch recomputes within a graph it fuses in another way.
-            "inexact": self.options.settings.get("compress") not in (None, "exact")
-            or self.options.compiled not in (None, 1),
+            "inexact": self.options.settings.get("compress") not in (None, "exact") or self._computes_again,
         }
+
+    @property
+    def _computes_again(self) -> bool:
+        """Whether a compiled graph computes some of what it saved again: PyTorch then fuses it in another way."""
+        if self.options.compiled not in (None, 1):
+            return True
+        return self.options.compiled is not None and self.offload is not None and "recompute" in str(self.offload.plan)
 
     def turn(self, index: int) -> dict[str, Any]:
         answer = super().turn(index)

@@ -16,18 +16,20 @@ from .._errors import ConfigError
 from .._memory import free_memory
 from .._memory.limits import hold_budget_bytes
 from .._stats import Counters, OffloadStats
-from .._text import size
 from .._torch.user_frames import Notices, warn
 from . import inductor
+from .candidate import Candidate
 from .carrier import Carrier
-from .choice import Choice, choose
+from .graph_plan import GraphPlan
 from .operators import Item
 from .order import arrange
 from .placement import place
-from .saved import find_saved
+from .prices import prices_of
+from .split import Split
 
-# Shares of what a graph saves that PyTorch's own recomputation is asked for where moving alone does not fit.
-_RECOMPUTED = (0.5, 0.2)
+# What PyTorch's `activation_memory_budget` is tried at. Just below 1 only what costs nothing is computed again, such as
+# pointwise operators, fused with what reads them; then ever more.
+_SHARES = (1.0, 0.99, 0.6, 0.4, 0.2)
 
 
 class CompileBackend:
@@ -55,6 +57,7 @@ class CompileBackend:
         self._alone = engine is None
         self._notices = Notices()
         self._items: list[Item] = []
+        self._plans: list[GraphPlan] = []
 
     @interrupts.lets_through  # compiling takes long
     def __call__(self, model: Any, inputs: Sequence[Any], *, mode: str | None = None, options: Any = None) -> Any:
@@ -99,6 +102,11 @@ class CompileBackend:
         """Whether anything moves in a graph that it has compiled."""
         return bool(self._items)
 
+    @property
+    def plans(self) -> tuple[GraphPlan, ...]:
+        """What becomes of what each graph saves that it has compiled for training, in the order of compilation."""
+        return tuple(self._plans)
+
     def partition(self, split: Callable[[], tuple[Any, Any]], output_count: int) -> tuple[Any, Any]:
         """Split a graph into forward and backward, and place the operators that move what it saves.
 
@@ -106,45 +114,53 @@ class CompileBackend:
             split: PyTorch's partitioner.
             output_count: how many outputs of the forward graph are not saved tensors.
         """
-        forward, backward = split()
-        choice, saved, kept_bytes = self._choose(forward, backward, output_count)
-        for share in _RECOMPUTED:
-            budget_bytes = self._budget_bytes()
-            if budget_bytes is None or choice.peak_bytes <= budget_bytes:
-                break
-            with inductor.config("_functorch").patch(activation_memory_budget=share):
-                other = split()
-            better = self._choose(*other, output_count)
-            if better[0].peak_bytes < choice.peak_bytes:
-                (forward, backward), (choice, saved, kept_bytes) = other, better
-        else:
-            budget_bytes = self._budget_bytes()
-            if budget_bytes is not None and choice.peak_bytes > budget_bytes:
-                warn(
-                    f"memory_budget={size(budget_bytes)}: what a compiled graph saves holds "
-                    f"{size(choice.peak_bytes)} at best, with all moved and recomputed that can be"
-                )
-        moved = [saved[number] for number in choice.moved]
+        chosen, whole_bytes = self._chosen(split, output_count)
+        best, choice = chosen.split, chosen.choice
+        moved = [best.saved[number] for number in choice.moved]
+        moved_bytes = sum(each.nbytes for each in moved)
+        self._plans.append(
+            GraphPlan(
+                budget_bytes=self._budget_bytes(),
+                whole_bytes=whole_bytes,
+                saved_bytes=best.saved_bytes,
+                moved_bytes=moved_bytes,
+                peak_bytes=choice.peak_bytes,
+                share=best.share,
+            )
+        )
+        if (why := self._plans[-1].why_not_met()) is not None:
+            warn(why)
         if moved:
-            beside_bytes = 0
-            if self._alone:
-                beside_bytes = kept_bytes + sum(each.nbytes for each in saved) - sum(each.nbytes for each in moved)
-            self._items += place(forward.graph, backward.graph, moved, self._carrier, choice.windows, beside_bytes)
-            for module in (forward, backward):
+            beside_bytes = best.saved_bytes - moved_bytes if self._alone else 0
+            self._items += place(
+                best.forward.graph, best.backward.graph, moved, self._carrier, choice.windows, beside_bytes
+            )
+            for module in (best.forward, best.backward):
                 module.graph.lint()
                 module.recompile()
-        return forward, backward
+        return best.forward, best.backward
 
-    def _choose(self, forward: Any, backward: Any, output_count: int) -> tuple[Choice, list[Any], int]:
-        saved, kept_bytes = find_saved(forward.graph, backward.graph, output_count)
-        least = self.config.min_tensor_bytes
-        kept_bytes += sum(each.nbytes for each in saved if each.nbytes < least)
-        saved = [each for each in saved if each.nbytes >= least]
-        if self.config.tier == "cpu":  # what is on a host is there already
-            saved = [each for each in saved if each.root.meta["val"].device.type != "cpu"]
-        nbytes, wanted = [each.nbytes for each in saved], [each.wanted for each in saved]
-        limits = self._carrier.mover.limits
-        return choose(nbytes, wanted, kept_bytes, self._budget_bytes(), limits), saved, kept_bytes
+    def _chosen(self, split: Callable[[], tuple[Any, Any]], output_count: int) -> tuple[Candidate, int]:
+        """Find the way to split a graph that costs the step least within the budget; and what it saves without one."""
+        settings, prices = inductor.config("_functorch"), prices_of(self.config)
+        program, budget_bytes = float(settings.activation_memory_budget), self._budget_bytes()
+        may_recompute = self.config.derive and budget_bytes is not None
+        best: Candidate | None = None
+        whole_bytes = 0
+        for share in (program, *(each for each in _SHARES if each < program and may_recompute)):
+            with settings.patch(activation_memory_budget=share):
+                modules = split()
+            found = Split.of(
+                modules, share, output_count, self.config.min_tensor_bytes, from_hosts=self.config.tier != "cpu"
+            )
+            candidate = Candidate.of(found, budget_bytes, self._carrier.mover.limits, prices)
+            whole_bytes = whole_bytes or found.saved_bytes
+            if best is None or candidate.rank < best.rank:
+                best = candidate
+            if best.fits and candidate.computing_s >= best.step_s:
+                break  # those to come compute more
+        assert best is not None
+        return best, whole_bytes
 
     def _budget_bytes(self) -> int | None:
         """Bytes that a graph's saved tensors may hold; None where all moves that is worth it."""

@@ -2,6 +2,9 @@
 
 A budget is met by moving just enough, spread evenly over the step, so that writes begin with the first layer and reads
 keep an even pace. What backward wants before a write would be done stays.
+
+A graph can be split in several ways: some save less and compute more in backward. Of those that meet the budget, the
+one is taken that costs the step least: by its operations, by the bytes it moves, and by what it waits for a slow link.
 """
 
 from __future__ import annotations
@@ -21,6 +24,21 @@ class Windows(NamedTuple):
     ahead_bytes: int
 
 
+class Prices(NamedTuple):
+    """What a graph costs a step, in seconds.
+
+    Attributes:
+        flop_s: of a floating-point operation.
+        byte_s: of a byte that moves out and comes back while nobody waits: on a CPU, transfers take its time.
+        write_s, read_s: that the link takes for a byte out, and back; 0 if it is not known to be slow.
+    """
+
+    flop_s: float
+    byte_s: float
+    write_s: float = 0.0
+    read_s: float = 0.0
+
+
 class Choice(NamedTuple):
     """What of a graph's saved tensors moves.
 
@@ -33,6 +51,13 @@ class Choice(NamedTuple):
     moved: list[int]
     peak_bytes: int
     windows: Windows
+
+
+def step_s(moved_bytes: int, forward_flops: int, backward_flops: int, prices: Prices) -> float:
+    """Estimate the seconds of a step that moves so many bytes and computes so much, pointwise operators aside."""
+    forward_s, backward_s = forward_flops * prices.flop_s, backward_flops * prices.flop_s
+    waits_s = max(0.0, moved_bytes * prices.write_s - forward_s) + max(0.0, moved_bytes * prices.read_s - backward_s)
+    return forward_s + backward_s + moved_bytes * prices.byte_s + waits_s
 
 
 def windows_of(limits: Limits, largest_bytes: int) -> Windows:

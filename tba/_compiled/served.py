@@ -9,9 +9,11 @@ from threading import RLock
 from torch import distributed, nn
 
 from .._config import OffloadConfig
+from .._plan.no_plan import NoPlan
 from .._stats import Counters, OffloadStats
 from . import inductor
 from .backend import CompileBackend
+from .graph_plan import as_reason
 
 # A module that has at least this share of the model's parameters is the whole model: what it is inside of, what is
 # inside of a wrapper, or all but a head. Others are blocks, whose saved tensors come back one block at a time.
@@ -59,6 +61,12 @@ class Served:
         found = sum(id(parameter) in own for parameter in module.parameters())
         alone = not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
         return bool(own) and found >= _WHOLE_SHARE * len(own) and alone and all(each.is_cpu for each in own.values())
+
+    @property
+    def plan(self) -> NoPlan | None:
+        """What stands for the plan of the hooks where graphs have plans of their own; None where they have none."""
+        plans = () if self._backend is None else self._backend.plans
+        return NoPlan(as_reason(plans)) if plans else None
 
     def added_to(self, stats: OffloadStats) -> OffloadStats:
         """Add to the engine's statistics what graphs hold beside it."""

@@ -1,11 +1,22 @@
-"""Which saved tensors of a compiled graph move, and where among its kernels their transfers begin and end."""
+"""How a compiled graph is split, which of what it saves moves, and where among its kernels transfers begin and end."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tba._compiled.choice import Windows, choose, peak_bytes
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from tba._compiled.candidate import Candidate
+from tba._compiled.choice import Prices, Windows, choose, peak_bytes, step_s
+from tba._compiled.graph_plan import GraphPlan, as_reason
 from tba._compiled.order import Use, order_back, order_out
+from tba._compiled.saved import Saved
+from tba._compiled.split import Split, flops_of
 from tba._memory.limits import Limits
 
 LIMITS = Limits(staging_bytes=4, least_window_bytes=4, window_bytes=4, reserve_bytes=0, timeout_s=1.0)
@@ -55,3 +66,75 @@ def test_a_read_begins_when_the_window_has_room() -> None:
     uses = [Use(2, -1, first, first) for first in (5, 1, 9)]
     assert order_back(uses, 4) == [(-1, 5), (-1, 1), (1, 9)]
     assert order_back(uses, 0) == [(1, 5), (-1, 1), (5, 9)]
+
+
+def test_a_step_costs_what_it_computes_moves_and_waits_for() -> None:
+    prices = Prices(flop_s=1.0, byte_s=0.5, write_s=3.0, read_s=2.0)
+    assert step_s(0, 30, 60, prices) == 90
+    assert step_s(10, 30, 60, prices) == 90 + 5
+    assert step_s(20, 30, 60, prices) == 90 + 10 + (60 - 30)
+    assert step_s(40, 30, 60, prices) == 90 + 20 + (120 - 30) + (80 - 60)
+
+
+def _split(count: int, *, again: int = 0, kept_bytes: int = 3) -> Split:
+    root: Any = None
+    saved = [Saved(root, {}, {}, 2, number, count - number) for number in range(count)]
+    flops = {"forward_flops": 100, "backward_flops": 200 + again}
+    return Split(forward=None, backward=None, share=1.0, saved=saved, kept_bytes=kept_bytes, **flops)
+
+
+def _best(*splits: Split, budget_bytes: int, prices: Prices) -> Split:
+    found = [Candidate.of(each, budget_bytes, LIMITS, prices) for each in splits]
+    return min(found, key=lambda each: each.rank).split
+
+
+CHEAP_MOVES, DEAR_MOVES = Prices(flop_s=1.0, byte_s=0.1), Prices(flop_s=1.0, byte_s=10.0)
+SLOW_LINK = Prices(flop_s=1.0, byte_s=0.1, write_s=50.0)
+
+
+def test_a_graph_is_split_as_a_step_within_the_budget_takes_least() -> None:
+    whole, less, least = _split(20), _split(10), _split(4, again=30)
+    assert _best(whole, less, least, budget_bytes=43, prices=CHEAP_MOVES) is whole  # all fits
+    assert _best(whole, less, least, budget_bytes=20, prices=CHEAP_MOVES) is less  # moves less, computes no more
+    assert _best(whole, least, budget_bytes=20, prices=CHEAP_MOVES) is whole
+    assert _best(whole, least, budget_bytes=20, prices=DEAR_MOVES) is least
+    assert _best(whole, least, budget_bytes=20, prices=SLOW_LINK) is least
+
+
+def test_a_split_that_meets_the_budget_comes_first_then_the_lowest_peak() -> None:
+    large, small = _split(2, kept_bytes=30), _split(2, again=1000, kept_bytes=10)
+    assert _best(large, small, budget_bytes=14, prices=CHEAP_MOVES) is small
+    assert _best(large, small, budget_bytes=5, prices=CHEAP_MOVES) is small
+
+
+def test_the_operations_of_a_graph_are_those_that_pytorch_counts() -> None:
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        heads = (x @ weight).view(*x.shape[:2], 2, 8).transpose(1, 2)
+        out: Tensor = functional.scaled_dot_product_attention(heads, heads, heads)
+        return functional.gelu(out) @ out.transpose(-1, -2)
+
+    given = torch.randn(2, 4, 8), torch.randn(8, 16)
+    with FlopCounterMode(display=False) as counter:
+        run(*given)
+    for mode in ("real", "symbolic"):
+        assert flops_of(make_fx(run, tracing_mode=mode)(*given).graph) == counter.get_total_flops() > 0
+
+
+def test_a_graphs_plan_tells_what_moves_and_what_is_computed_again() -> None:
+    plan = GraphPlan(
+        budget_bytes=4 << 20,
+        whole_bytes=9 << 20,
+        saved_bytes=6 << 20,
+        moved_bytes=3 << 20,
+        peak_bytes=4 << 20,
+        share=0.5,
+    )
+    told = "9 MiB saved: 3 MiB move, 3 MiB recompute (activation_memory_budget=0.5); peak 4 MiB of memory_budget=4 MiB"
+    assert str(plan) == told
+    assert plan.why_not_met() is None
+    assert as_reason((plan,)) == f"planned within the compiled graph: {told}"
+    moving = GraphPlan(
+        budget_bytes=None, whole_bytes=9 << 20, saved_bytes=9 << 20, moved_bytes=8 << 20, peak_bytes=2 << 20, share=1.0
+    )
+    assert str(moving) == "9 MiB saved: 8 MiB move; peak 2 MiB"
+    assert as_reason((plan, moving)) == f"planned within 2 compiled graphs\n  graph 0: {plan}\n  graph 1: {moving}"

@@ -1,0 +1,89 @@
+"""Split: one way to split a traced graph into forward and backward, and what it saves and computes.
+
+PyTorch's min-cut partition makes each: the smaller its `activation_memory_budget`, the more backward computes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils.flop_counter import flop_registry
+
+from .saved import Saved, find_saved, hint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """One way to split a graph.
+
+    Attributes:
+        forward, backward: the modules.
+        share: PyTorch's `activation_memory_budget` for it.
+        saved: what can move, in the order it is made.
+        kept_bytes: of the saved tensors that cannot.
+        forward_flops, backward_flops: floating-point operations of matrix products, convolutions and attention.
+    """
+
+    forward: Any
+    backward: Any
+    share: float
+    saved: Sequence[Saved]
+    kept_bytes: int
+    forward_flops: int
+    backward_flops: int
+
+    @staticmethod
+    def of(modules: tuple[Any, Any], share: float, output_count: int, least_bytes: int, *, from_hosts: bool) -> Split:
+        """Look at a pair of modules.
+
+        Args:
+            output_count: how many outputs of the forward graph are not saved tensors.
+            least_bytes: smaller tensors stay.
+            from_hosts: whether what is on a host moves.
+        """
+        forward, backward = modules
+        found, kept_bytes = find_saved(forward.graph, backward.graph, output_count)
+        kept_bytes += sum(each.nbytes for each in found if each.nbytes < least_bytes)
+        saved = [each for each in found if each.nbytes >= least_bytes]
+        if not from_hosts:
+            saved = [each for each in saved if each.root.meta["val"].device.type != "cpu"]
+        return Split(
+            forward=forward,
+            backward=backward,
+            share=share,
+            saved=saved,
+            kept_bytes=kept_bytes,
+            forward_flops=flops_of(forward.graph),
+            backward_flops=flops_of(backward.graph),
+        )
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the graph saves, without its inputs and outputs."""
+        return self.kept_bytes + sum(each.nbytes for each in self.saved)
+
+
+def flops_of(graph: Graph) -> int:
+    """Count the floating-point operations of a graph by PyTorch's own formulas, which have none for pointwise ones."""
+    total = 0
+    for node in graph.nodes:
+        formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        if formula is None:
+            continue
+        args, kwargs, out = torch.utils._pytree.tree_map(_shaped, (node.args, node.kwargs, node))
+        total += formula(*args, **kwargs, out_val=out)
+    return total
+
+
+def _shaped(value: Any) -> Any:
+    """Give a tensor without data in place of each node's, with the sizes that the graph is compiled for."""
+    if isinstance(value, Node):
+        return torch.utils._pytree.tree_map(_shaped, value.meta.get("val"))
+    if isinstance(value, Tensor):
+        return torch.empty([hint(size) or 0 for size in value.shape], dtype=value.dtype, device="meta")
+    return hint(value) or 0 if isinstance(value, torch.SymInt) else value
