@@ -20,11 +20,12 @@ from .io import io
 from .links import links
 from .overlap import overlap
 from .peers import peers
+from .ranks import ranks
 from .step import step
 from .waves import waves
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-for _function in (step, forecast, curve, peers, hooks, links, overlap, demo, io, codec, waves):
+for _function in (step, forecast, curve, peers, hooks, links, ranks, overlap, demo, io, codec, waves):
     command(app)(_function)
 app.command("card")(card)  # it has no result of its own
 

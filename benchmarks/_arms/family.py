@@ -15,7 +15,7 @@ from torch import Tensor
 from .._peers.registry import put_under
 from .._workload.families import BY_SIZE, Family
 from .._workload.gpt import GPT, GPTConfig
-from .train import Options, TrainArm
+from .train import Options, TrainArm, set_deterministic
 
 # Number of steps over which predictions are compared with measurements.
 _LAST = 16
@@ -55,6 +55,11 @@ class FamilyArm(TrainArm):
     """A `TrainArm` of one family. Its `moved` also has what the plan predicted and what was measured."""
 
     options_class = FamilyOptions
+
+    def _prepare_torch(self) -> None:
+        super()._prepare_torch()
+        if self.options.compiled is not None:  # compiled code of the CPU's adds up an embedding's gradient in any order
+            set_deterministic()
 
     @cached_property
     def family(self) -> Family:
@@ -102,15 +107,8 @@ class FamilyArm(TrainArm):
             "family": self.family.describe,
             "unit": self.family.unit,
             "units": self.family.units(self.make_batch(0)),
-            "inexact": self.options.settings.get("compress") not in (None, "exact") or self._computes_again,
+            "inexact": self.options.settings.get("compress") not in (None, "exact"),
         }
-
-    @property
-    def _computes_again(self) -> bool:
-        """Whether a compiled graph computes some of what it saved again: PyTorch then fuses it in another way."""
-        if self.options.compiled not in (None, 1):
-            return True
-        return self.options.compiled is not None and self.offload is not None and "recompute" in str(self.offload.plan)
 
     def turn(self, index: int) -> dict[str, Any]:
         answer = super().turn(index)

@@ -24,6 +24,15 @@ from .._workload.text import Text, standard_library
 from .._workload.tools import gradient_hash, make_state
 
 
+def set_deterministic() -> None:
+    """Use kernels that add in a fixed order, which the hash of gradients needs in every arm.
+
+    Not with `warn_only`: the backward of a GPU's flash attention would still add in any order.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set on the module's type
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of any training arm; sent to its process as JSON."""
@@ -151,10 +160,7 @@ class TrainArm:
 
     def _prepare_torch(self) -> None:
         if self.card:
-            # The hash of gradients needs kernels that add in a fixed order, in every arm. (Not with `warn_only`: the
-            # backward of flash attention would still add in any order.)
-            torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set on the module's type
+            set_deterministic()
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,15 +40,21 @@ def empty_hooks() -> torch.autograd.graph.saved_tensors_hooks:
 def gradient_hash(parameters: Iterable[Tensor]) -> str:
     """Hash the bytes of all gradients in the order of the parameters: the first 16 hex digits of a sha256.
 
-    On a device, sums of a gradient's bytes take its place: the host would need longer for the bytes than for a step.
+    On a device, sums of a gradient's bytes take its place: the host would need longer for the bytes than for a step. Of
+    a DTensor only the part counts that this rank holds.
     """
     digest = hashlib.sha256()
     for parameter in parameters:
         if parameter.grad is not None:
-            found = parameter.grad.detach().contiguous().view(-1)
+            found = local(parameter.grad.detach()).contiguous().view(-1)
             found = found.view(torch.uint8) if found.is_cpu else sums(found).cpu().view(torch.uint8)
             digest.update(memoryview(found.numpy()))
     return digest.hexdigest()[:16]
+
+
+def local(tensor: Any) -> Any:
+    """Return the part of a DTensor that this rank holds; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def sums(flat: Tensor) -> Tensor:

@@ -16,6 +16,13 @@ from torch.utils.flop_counter import flop_registry
 
 from .saved import Saved, find_saved, hint
 
+# PyTorch has no formulas for the attention of a CPU, which computes as much as that of a GPU.
+_aten = torch.ops.aten
+_LIKE = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
@@ -72,7 +79,8 @@ def flops_of(graph: Graph) -> int:
     """Count the floating-point operations of a graph by PyTorch's own formulas, which have none for pointwise ones."""
     total = 0
     for node in graph.nodes:
-        formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        operator = getattr(node.target, "overloadpacket", None)
+        formula = flop_registry.get(_LIKE.get(operator, operator))
         if formula is None:
             continue
         args, kwargs, out = torch.utils._pytree.tree_map(_shaped, (node.args, node.kwargs, node))

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks._workload.llama import loss_of
 from matrix.arms import zero
 from matrix.launch import by_torchrun, launch
 from support.clock import Counted, put
-from support.ranks import BLOCKS, Llama, batch, loss_of
+from support.ranks import BLOCKS, Llama, batch
 from tba._blocks.communication import Communication
 
 LIMIT_S = 300

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks._workload.llama import loss_of
+from benchmarks._workload.parallel import Wrap, parts_sharded, tensor_parallel
 from support.engine import give_up_soon
-from support.parallel import Wrap, maker, parts_sharded, tensor_parallel
-from support.ranks import batch, loss_of, mine, process_group, start
+from support.parallel import maker
+from support.ranks import batch, mine, process_group, start
 from tba import Offloader, OffloadError, attach
 from tba._blocks.communication import Communication
 from tba._blocks.recompute import _Twice

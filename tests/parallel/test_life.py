@@ -15,8 +15,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from benchmarks._workload.llama import loss_of
 from support.exactness import assert_bit_equal
-from support.ranks import Llama, assert_exact, batch, loss_of, plain_step, process_group, start, train
+from support.ranks import Llama, assert_exact, batch, plain_step, process_group, start, train
 from tba import offload_context
 
 if not dist.is_available():

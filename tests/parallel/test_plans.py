@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,23 +18,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks._workload.llama import Block, loss_of
+from benchmarks._workload.parallel import (
+    Wrap,
+    blocks_sharded,
+    ddp,
+    fsdp1,
+    parts_in_fsdp1,
+    parts_sharded,
+    sequence_parallel,
+    tensor_parallel,
+    with_dtensor_outputs,
+)
 from support.engine import give_up_soon
 from support.exactness import assert_bit_equal
-from support.parallel import Wrap, maker, parts_sharded, sequence_parallel, tensor_parallel, with_dtensor_outputs
-from support.ranks import (
-    BLOCKS,
-    Attention,
-    Block,
-    FeedForward,
-    Llama,
-    Step,
-    batch,
-    loss_of,
-    plain_step,
-    process_group,
-    start,
-    train,
-)
+from support.parallel import maker
+from support.ranks import BLOCKS, Llama, Step, batch, plain_step, process_group, start, train
 from tba import Offloader, OffloadError, attach, offload_context
 from tba._blocks.communication import Communication
 
@@ -42,38 +41,14 @@ if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
 
 
-def _ddp(model: nn.Module, _: Any) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model)
-
-
-def _fsdp1(model: nn.Module, _: Any, *, around: Collection[type[nn.Module]] = (Block,)) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    return FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy(around), use_orig_params=True, device_id=torch.device("cpu")
-    )
-
-
-def _parts_in_fsdp1(model: nn.Module, mesh: Any) -> nn.Module:
-    return _fsdp1(model, mesh, around=(Attention, FeedForward))
-
-
-def _blocks_sharded(model: nn.Module, mesh: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    for block in (*model.blocks, model):  # type: ignore[misc]
-        fully_shard(block, mesh=mesh)
-
-
 WRAPS: dict[
     Wrap, tuple[bool, bool]
 ] = {  # whether a block that is wrapped so, and a part of it, may recompute on one rank alone
-    _ddp: (True, True),
-    _fsdp1: (True, True),
-    _blocks_sharded: (True, True),
+    ddp: (True, True),
+    fsdp1: (True, True),
+    blocks_sharded: (True, True),
     parts_sharded: (False, True),
-    _parts_in_fsdp1: (False, True),
+    parts_in_fsdp1: (False, True),
     tensor_parallel: (False, False),
     with_dtensor_outputs: (False, False),
     sequence_parallel: (False, False),
@@ -172,7 +147,7 @@ def _all_plan(rank: int, wrap: Wrap, folder: str) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [wrap for wrap in WRAPS if wrap is not _ddp])
+@pytest.mark.parametrize("wrap", [wrap for wrap in WRAPS if wrap is not ddp])
 def test_ranks_agree_on_what_recomputes_and_repeat_what_a_checkpoint_does(wrap: Wrap, scratch: Path) -> None:
     start(_all_plan, str(scratch), wrap, ranks=2)
 

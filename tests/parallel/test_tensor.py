@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.parallel import sequence_parallel, tensor_parallel, with_dtensor_outputs
-from support.ranks import Llama, assert_exact, batch, innermost, loss_of, plain_step, process_group, start
+from benchmarks._workload.llama import loss_of
+from benchmarks._workload.parallel import sequence_parallel, tensor_parallel, with_dtensor_outputs
+from support.ranks import Llama, assert_exact, batch, innermost, plain_step, process_group, start
 
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)

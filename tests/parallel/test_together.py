@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from support.parallel import pipeline, sequence_parallel
+from benchmarks._workload.parallel import sequence_parallel
+from support.parallel import pipeline
 from support.ranks import Llama, assert_exact, plain_step, process_group, start
 
 if not dist.is_available():

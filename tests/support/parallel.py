@@ -1,4 +1,4 @@
-"""Parallel: ways to spread the small Llama over ranks: tensor and sequence parallelism, and stages of a pipeline."""
+"""Parallel: the small Llama over ranks: spread over a mesh, and as stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.ranks import BLOCKS, Llama, Step, batch, loss_of
+from benchmarks._workload.llama import loss_of
+from benchmarks._workload.parallel import Wrap
+from support.ranks import BLOCKS, Llama, Step, batch
 from tba import Offloader
 
 MICRO_BATCHES = 4
@@ -93,63 +95,6 @@ def pipeline(
         return step
 
     return modules, make
-
-
-def tensor_parallel(model: nn.Module, mesh: Any, *, local: bool = True) -> None:
-    """Attention and feed-forward over the ranks; `local`: plain tensors between the layers of a block."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    wide = {name: ColwiseParallel(use_local_output=local) for name in ("feed_forward.gate", "feed_forward.up")}
-    attention = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
-    ends = {"attention.o": RowwiseParallel(), "feed_forward.down": RowwiseParallel()}
-    for block in model.blocks:  # type: ignore[union-attr]
-        parallelize_module(block, mesh, {**attention, **wide, **ends})
-
-
-def with_dtensor_outputs(model: nn.Module, mesh: Any) -> None:
-    """Activations between the layers of a block are DTensors."""
-    tensor_parallel(model, mesh, local=False)
-
-
-def sequence_parallel(model: nn.Module, mesh: Any) -> None:
-    """As in torchtitan: norms, dropout and what lies between the blocks are sharded by position."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    top = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh, top)
-    for block in model.blocks:  # type: ignore[union-attr]
-        plan: dict[str, Any] = {"first": SequenceParallel(), "second": SequenceParallel()}
-        plan |= {"attention": whole, "feed_forward": whole}
-        plan |= {f"attention.{name}": ColwiseParallel() for name in "qkv"}
-        plan |= {f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")}
-        plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.o", "feed_forward.down")}
-        parallelize_module(block, mesh, plan)
-
-
-def parts_sharded(model: nn.Module, mesh: Any) -> None:
-    """FSDP2 around attention and feed-forward: gathered and scattered within the block's forward."""
-    from torch.distributed.fsdp import fully_shard
-
-    for block in model.blocks:  # type: ignore[union-attr]
-        for part in (block.attention, block.feed_forward):
-            fully_shard(part, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
-# Spreads a model over a mesh; returns what is to be trained instead, if that is another.
-Wrap = Callable[[nn.Module, Any], nn.Module | None]
 
 
 def maker(wrap: Wrap) -> Callable[[], nn.Module]:

@@ -14,73 +14,28 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from benchmarks._workload import llama
+from benchmarks._workload.llama import LlamaSizes, loss_of
 from support.clock import Counted, put
 from support.exactness import assert_bit_equal
 from tba import Offloader, OffloadStats, offload_context
 
-VOCABULARY, WIDTH, HEADS, BLOCKS, ROWS, LENGTH = 64, 32, 4, 4, 4, 16
+SIZES = LlamaSizes(layers=4, width=32, heads=4, hidden=64, sequence=16, vocabulary=64)
+BLOCKS, ROWS = SIZES.layers, 4
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            each(x).view(x.shape[0], LENGTH, -1, WIDTH // HEADS).transpose(1, 2) for each in (self.q, self.k, self.v)
-        )
-        x = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(x.transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(functional.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.attention, self.feed_forward = Attention(), FeedForward()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.first(x))
-        return x + self.feed_forward(self.second(x))
-
-
-class Llama(nn.Module):
-    """Tokens [rows, LENGTH] to logits [rows, LENGTH, VOCABULARY]."""
+class Llama(llama.Llama):
+    """The small one that tests train."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-        self.norm = nn.RMSNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.embed(tokens))))
-
-
-def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Cross-entropy of each token by the one before it."""
-    return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        super().__init__(SIZES)
 
 
 def batch(step: int) -> Tensor:
     """Tokens of one step, equal on all ranks."""
-    return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+    return torch.randint(SIZES.vocabulary, (ROWS, SIZES.sequence), generator=torch.Generator().manual_seed(step))
 
 
 def mine(tensor: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tba._compiled.candidate import Candidate
@@ -109,15 +110,27 @@ def test_a_split_that_meets_the_budget_comes_first_then_the_lowest_peak() -> Non
 
 def test_the_operations_of_a_graph_are_those_that_pytorch_counts() -> None:
     def run(x: Tensor, weight: Tensor) -> Tensor:
-        heads = (x @ weight).view(*x.shape[:2], 2, 8).transpose(1, 2)
-        out: Tensor = functional.scaled_dot_product_attention(heads, heads, heads)
-        return functional.gelu(out) @ out.transpose(-1, -2)
+        return functional.gelu(x @ weight) @ x.transpose(-1, -2).new_ones(16, 3)
 
     given = torch.randn(2, 4, 8), torch.randn(8, 16)
     with FlopCounterMode(display=False) as counter:
         run(*given)
     for mode in ("real", "symbolic"):
         assert flops_of(make_fx(run, tracing_mode=mode)(*given).graph) == counter.get_total_flops() > 0
+
+
+def test_the_attention_of_a_cpu_counts_its_operations() -> None:
+    rows, heads, length, size = 2, 3, 8, 4
+    heads_of = torch.randn(rows, heads, length, size, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = functional.scaled_dot_product_attention(x, x, x)
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        graph = make_fx(run)(heads_of).graph
+    product = 2 * rows * heads * length * length * size
+    assert flops_of(graph) == 2 * product + 5 * product  # forward has two products, backward these and three more
 
 
 def test_a_graphs_plan_tells_what_moves_and_what_is_computed_again() -> None:

@@ -1,0 +1,160 @@
+"""The ranks benchmark: what a budget costs a training over several ranks on a slow link, beside checkpointing."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from ._processes.arms import Spec
+from ._processes.measure import measure
+from ._report.bar import Bar, bar_table
+from ._report.curve import faster_bar
+from ._report.environment import environment_block
+from ._report.options import Folder, Quick, check_names, parse_rate
+from ._report.results import Grid, Result, mib
+from ._report.steps import Measured, arm_table, equal_text
+from ._workload.llama import LlamaSizes
+from ._workload.tools import scratch_directory
+
+PLAIN, CHECKPOINT = "plain", "checkpoint"
+_WARM_UP = 9  # steps that are watched, agreed on, and followed
+_NO_SLOWER = 0.98  # of the throughput of checkpointing
+_SIZES = LlamaSizes(layers=8, width=256, heads=4, hidden=704, sequence=256, vocabulary=256)
+_TINY = LlamaSizes(layers=4, width=32, heads=4, hidden=64, sequence=16, vocabulary=64)
+_BUDGETS = (0.25, 0.5, 0.75)  # of what a rank saves
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to spread the model: a function of `_workload.parallel`, and the ranks by the mesh's dimensions."""
+
+    wrap: str
+    mesh: tuple[int, ...] = (2,)
+
+
+WAYS: Mapping[str, Way] = {
+    "fsdp1": Way("fsdp1"),
+    "fsdp2": Way("blocks_sharded"),
+    "fsdp2-parts": Way("parts_sharded"),
+    "tp": Way("tensor_parallel"),
+    "tp-sp": Way("sequence_parallel"),
+    "tp-fsdp2": Way("tensor_parallel_sharded", (2, 2)),
+}
+
+
+def ranks(
+    way: Annotated[list[str] | None, typer.Option(help=f"{', '.join(WAYS)} (default: all).")] = None,
+    rate: Annotated[list[str] | None, typer.Option(help="Limit of each rank's link, the last for all others.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Examples of a step.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 8,
+    path: Folder = None,
+    quick: Quick = False,
+) -> Result:
+    """Steps over 2 or 4 ranks: plain, checkpointed, and by budget on a slow link (2 minutes a way)."""
+    check_names(way or (), WAYS, "way")
+    rates = [parse_rate(each) for each in rate or ["50MB/s"]]
+    sizes, batch, rounds = (_TINY, 2, 1) if quick else (_SIZES, batch, rounds)
+    chosen = {name: WAYS[name] for name in way or (list(WAYS)[1:2] if quick else WAYS)}
+    tables: list[Grid] = []
+    bars: list[Bar] = []
+    data: dict[str, Any] = {}
+    every: dict[str, Measured] = {}
+    for name, each in chosen.items():
+        parent = scratch_directory((path,) if path is not None else None)
+        with tempfile.TemporaryDirectory(prefix="tba-ranks-", dir=parent) as folder:
+            found, saved_bytes = _measure(each, Path(folder), sizes, batch, rates, rounds, quick=quick)
+        tables.append(_table(name, found, saved_bytes))
+        own = _bars(name, found)
+        bars += own
+        every |= found
+        data[name] = {
+            "saved_bytes": saved_bytes,
+            "arms": {arm.name: vars(arm) for arm in found.values()},
+            "bars": [bar.data() for bar in own],
+        }
+    limits = ", ".join(f"{each / 1e6:,.0f} MB/s" for each in rates)
+    about = f"Llama, {sizes.layers} x {sizes.width}, sequence {sizes.sequence}, batch {batch}; links: {limits}. "
+    return Result(
+        theme="-".join(["ranks", *(way or ())]),
+        tables=[bar_table(bars, "Bars", about + "Behind ±: about 95 % confidence."), *tables],
+        data={"ways": data, "rates_bytes_per_s": rates, "sizes": asdict(sizes), "batch": batch},
+        environment=environment_block(every, threads=1),
+    )
+
+
+def _measure(
+    way: Way, folder: Path, sizes: LlamaSizes, batch: int, rates: Sequence[float], rounds: int, *, quick: bool
+) -> tuple[dict[str, Measured], int]:
+    """Measure the arms of one way; return them, and the bytes that a rank saves."""
+
+    def spec(name: str, **options: Any) -> Spec:
+        own = folder / name
+        own.mkdir()
+        common = {"wrap": way.wrap, "mesh": way.mesh, "sizes": asdict(sizes), "batch": batch, "folder": str(own)}
+        return Spec(name=name, role="ranks:RanksArm", options={**common, **options}, threads=1)
+
+    least = {"min_tensor_bytes": 0} if quick else {}
+    counted = measure([spec("keep", tier="keep", settings=least)], rounds=1, warm_up=1, title="bytes")["keep"]
+    saved_bytes = max(plan["worth_bytes"] for plan in counted.moved["plans"])  # type: ignore[attr-defined]
+    links = [{"max_write_rate": rate, "max_read_rate": rate} for rate in rates]
+    count = 4 if len(way.mesh) == 2 else 2
+    own = [links[min(rank, len(links) - 1)] for rank in range(count)]
+    specs = [spec(PLAIN), spec(CHECKPOINT, checkpoint=True)]
+    for share in _BUDGETS:
+        settings = {**least, "memory_budget": int(share * saved_bytes)}
+        specs.append(spec(f"auto {share:.2f}", tier="auto", settings=settings, own=own))
+    return measure(specs, rounds=rounds, warm_up=_WARM_UP, title="ranks"), saved_bytes
+
+
+def _bars(way: str, arms: Mapping[str, Measured]) -> list[Bar]:
+    """Each budget holds, all ranks recompute alike, and none is slower than checkpointing whose peak is no lower."""
+    bars = []
+    for name, arm in arms.items():
+        if not arm.moved:
+            continue
+        plans: list[dict[str, Any]] = arm.moved["plans"]  # type: ignore[assignment]
+        held = max(plan["held_bytes"] / max(1, plan["budget_bytes"]) for plan in plans)
+        ways = len({tuple(plan["recomputed"]) for plan in plans})
+        bars += [
+            Bar(what=f"{way}: {name}: held / budget, of the rank that holds most", measured=held, limit=1.0),
+            Bar(what=f"{way}: {name}: different choices of blocks", measured=ways, limit=1, unit=""),
+            replace(faster_bar(way, arm, arms[CHECKPOINT]), limit=_NO_SLOWER),
+        ]
+    return bars
+
+
+def _table(way: str, arms: Mapping[str, Measured], saved_bytes: int) -> Grid:
+    def plan(arm: Measured, show: Any) -> str:
+        return show(arm.moved["plans"]) if arm.moved else "-"
+
+    note = f"Each rank saves {mib(saved_bytes)} MiB, and has one thread. Seconds: of the slowest rank; CPU seconds: of "
+    note += f"all. Peak: of the rank that needs most, over idle. {equal_text(arms)}"
+    told = [f"{name}: {_agreed(arm)}" for name, arm in arms.items() if arm.moved]
+    return arm_table(
+        way,
+        arms,
+        " ".join([note, *told]),
+        (
+            "blocks recomputed",
+            lambda arm: plan(arm, lambda plans: f"{len(plans[0]['recomputed'])} of {plans[0]['blocks']}"),
+        ),
+        (
+            "moves, by rank, MiB",
+            lambda arm: plan(arm, lambda plans: ", ".join(mib(each["moved_bytes"]) for each in plans)),
+        ),
+        ("waited ms", lambda arm: plan(arm, lambda plans: f"{_waited_ms(arm):.0f}")),
+    )
+
+
+def _waited_ms(arm: Measured) -> float:
+    return 1e3 * median(arm.waited_share) * median(arm.wall_s)
+
+
+def _agreed(arm: Measured) -> str:
+    return str(arm.moved["plans"][0]["agreed"]) or "planned by each rank"  # type: ignore[index]
