@@ -215,6 +215,7 @@ SETS: Mapping[str, Set] = {
     "compiled": Set(
         arms=(
             *(Arm(name=PLAIN, compiled=1.0), replace(_nvme(), compiled=1.0)),
+            *(Arm(name="plain, not compiled"), replace(_nvme(), name="nvme, not compiled")),
             *(Arm(name=f"activation_memory_budget {share}", compiled=share) for share in (0.8, 0.6, 0.4, 0.2)),
             *(replace(_auto(share), compiled=1.0) for share in (0.25, 0.4, 0.55, 0.6, 0.7)),
         ),
@@ -238,6 +239,8 @@ def curve(
     ] = None,
     family: Annotated[list[str] | None, typer.Option(help="gpt, bert, t5, llama, conv (default: the set's).")] = None,
     batch: Annotated[list[float] | None, typer.Option(help="Multiples of the set's batch (default: its own).")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="Only these arms beside the first (default: all).")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model (default: the set's).")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds of each arm (default: the set's).")] = None,
     starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: the set's).")] = None,
     rate: Annotated[str | None, typer.Option(help="Limit each link to files to this rate, such as 100MB/s.")] = None,
@@ -266,8 +269,13 @@ def curve(
             raise typer.BadParameter("--link is of a simulated device: name it with --device simulated")
         chosen = replace(chosen, link_bytes_per_s=parse_rate(link))
         parts.append(f"link{parse_rate(link) / 1e6:.0f}MBps")
-    given = {"families": family, "scales": batch, "rounds": rounds, "starts": starts}
+    given = {"families": family, "scales": batch, "layers": layers, "rounds": rounds, "starts": starts}
     chosen = replace(chosen, **{name: value for name, value in given.items() if value})
+    if layers is not None:
+        parts.append(f"{layers}layers")
+    if arm:
+        check_names(arm, [each.name for each in chosen.arms], "arm")
+        chosen = replace(chosen, arms=[each for at, each in enumerate(chosen.arms) if at == 0 or each.name in arm])
     return _run("-".join(parts), chosen, threads, out, here)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from ._processes.measure import measure
 from ._report.bar import Bar, bar_table
 from ._report.curve import faster_bar
 from ._report.environment import environment_block
-from ._report.options import Folder, Quick, check_names, parse_rate
+from ._report.options import Folder, Quick, Threads, check_names, parse_rate
 from ._report.results import Grid, Result, mib
 from ._report.steps import Measured, arm_table, equal_text
 from ._workload.llama import LlamaSizes
@@ -38,6 +39,31 @@ class Way:
     mesh: tuple[int, ...] = (2,)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is trained on each rank, and how often.
+
+    Attributes:
+        sizes, batch: of the model, and examples of a step.
+        rates: bytes per second of each rank's link, each way; the last one of all others.
+        rounds: timed steps of each arm.
+        threads: of each rank.
+        settings: fields of `OffloadConfig`.
+    """
+
+    sizes: LlamaSizes
+    batch: int
+    rates: Sequence[float]
+    rounds: int
+    threads: int
+    settings: Mapping[str, Any]
+
+    def links(self, ranks: int) -> list[dict[str, float]]:
+        """Return each rank's own settings."""
+        rates = [self.rates[min(rank, len(self.rates) - 1)] for rank in range(ranks)]
+        return [{"max_write_rate": rate, "max_read_rate": rate} for rate in rates]
+
+
 WAYS: Mapping[str, Way] = {
     "fsdp1": Way("fsdp1"),
     "fsdp2": Way("blocks_sharded"),
@@ -53,13 +79,17 @@ def ranks(
     rate: Annotated[list[str] | None, typer.Option(help="Limit of each rank's link, the last for all others.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Examples of a step.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 8,
+    threads: Threads = 1,
     path: Folder = None,
     quick: Quick = False,
 ) -> Result:
     """Steps over 2 or 4 ranks: plain, checkpointed, and by budget on a slow link (2 minutes a way)."""
     check_names(way or (), WAYS, "way")
     rates = [parse_rate(each) for each in rate or ["50MB/s"]]
-    sizes, batch, rounds = (_TINY, 2, 1) if quick else (_SIZES, batch, rounds)
+    common = {"rates": rates, "threads": threads}
+    run = Run(sizes=_SIZES, batch=batch, rounds=rounds, settings={}, **common)
+    if quick:
+        run = Run(sizes=_TINY, batch=2, rounds=1, settings={"min_tensor_bytes": 0}, **common)
     chosen = {name: WAYS[name] for name in way or (list(WAYS)[1:2] if quick else WAYS)}
     tables: list[Grid] = []
     bars: list[Bar] = []
@@ -68,7 +98,7 @@ def ranks(
     for name, each in chosen.items():
         parent = scratch_directory((path,) if path is not None else None)
         with tempfile.TemporaryDirectory(prefix="tba-ranks-", dir=parent) as folder:
-            found, saved_bytes = _measure(each, Path(folder), sizes, batch, rates, rounds, quick=quick)
+            found, saved_bytes = _measure(each, Path(folder), run)
         tables.append(_table(name, found, saved_bytes))
         own = _bars(name, found)
         bars += own
@@ -79,37 +109,34 @@ def ranks(
             "bars": [bar.data() for bar in own],
         }
     limits = ", ".join(f"{each / 1e6:,.0f} MB/s" for each in rates)
-    about = f"Llama, {sizes.layers} x {sizes.width}, sequence {sizes.sequence}, batch {batch}; links: {limits}. "
+    sizes = run.sizes
+    about = f"Llama, {sizes.layers} x {sizes.width}, sequence {sizes.sequence}, batch {run.batch}; links: {limits}. "
     return Result(
         theme="-".join(["ranks", *(way or ())]),
         tables=[bar_table(bars, "Bars", about + "Behind ±: about 95 % confidence."), *tables],
-        data={"ways": data, "rates_bytes_per_s": rates, "sizes": asdict(sizes), "batch": batch},
-        environment=environment_block(every, threads=1),
+        data={"ways": data, "rates_bytes_per_s": rates, "sizes": asdict(sizes), "batch": run.batch},
+        environment=environment_block(every, threads=threads),
     )
 
 
-def _measure(
-    way: Way, folder: Path, sizes: LlamaSizes, batch: int, rates: Sequence[float], rounds: int, *, quick: bool
-) -> tuple[dict[str, Measured], int]:
+def _measure(way: Way, folder: Path, run: Run) -> tuple[dict[str, Measured], int]:
     """Measure the arms of one way; return them, and the bytes that a rank saves."""
 
     def spec(name: str, **options: Any) -> Spec:
         own = folder / name
         own.mkdir()
-        common = {"wrap": way.wrap, "mesh": way.mesh, "sizes": asdict(sizes), "batch": batch, "folder": str(own)}
-        return Spec(name=name, role="ranks:RanksArm", options={**common, **options}, threads=1)
+        trained = {"wrap": way.wrap, "mesh": way.mesh, "sizes": asdict(run.sizes), "batch": run.batch}
+        return Spec(
+            name=name, role="ranks:RanksArm", options={**trained, "folder": str(own), **options}, threads=run.threads
+        )
 
-    least = {"min_tensor_bytes": 0} if quick else {}
-    counted = measure([spec("keep", tier="keep", settings=least)], rounds=1, warm_up=1, title="bytes")["keep"]
+    counted = measure([spec("keep", tier="keep", settings=run.settings)], rounds=1, warm_up=1, title="bytes")["keep"]
     saved_bytes = max(plan["worth_bytes"] for plan in counted.moved["plans"])  # type: ignore[attr-defined]
-    links = [{"max_write_rate": rate, "max_read_rate": rate} for rate in rates]
-    count = 4 if len(way.mesh) == 2 else 2
-    own = [links[min(rank, len(links) - 1)] for rank in range(count)]
     specs = [spec(PLAIN), spec(CHECKPOINT, checkpoint=True)]
     for share in _BUDGETS:
-        settings = {**least, "memory_budget": int(share * saved_bytes)}
-        specs.append(spec(f"auto {share:.2f}", tier="auto", settings=settings, own=own))
-    return measure(specs, rounds=rounds, warm_up=_WARM_UP, title="ranks"), saved_bytes
+        settings = {**run.settings, "memory_budget": int(share * saved_bytes)}
+        specs.append(spec(f"auto {share:.2f}", tier="auto", settings=settings, own=run.links(prod(way.mesh))))
+    return measure(specs, rounds=run.rounds, warm_up=_WARM_UP, title="ranks"), saved_bytes
 
 
 def _bars(way: str, arms: Mapping[str, Measured]) -> list[Bar]:
@@ -133,7 +160,7 @@ def _table(way: str, arms: Mapping[str, Measured], saved_bytes: int) -> Grid:
     def plan(arm: Measured, show: Any) -> str:
         return show(arm.moved["plans"]) if arm.moved else "-"
 
-    note = f"Each rank saves {mib(saved_bytes)} MiB, and has one thread. Seconds: of the slowest rank; CPU seconds: of "
+    note = f"Each rank saves {mib(saved_bytes)} MiB. Seconds: of the slowest rank; CPU seconds: of "
     note += f"all. Peak: of the rank that needs most, over idle. {equal_text(arms)}"
     told = [f"{name}: {_agreed(arm)}" for name, arm in arms.items() if arm.moved]
     return arm_table(

@@ -155,7 +155,7 @@ FLOORS = {
     "benchmarks": [
         ("_report", "_workload", ""),
         ("_io", "_peers", "_pictures", "_processes"),
-        ("_arms", "card", "codec", "curve", "demo", "forecast", "io", "overlap", "peers", "step", "waves"),
+        ("_arms", "card", "codec", "curve", "demo", "forecast", "io", "overlap", "peers", "ranks", "step", "waves"),
         ("hooks", "links"),
         ("__main__",),
     ],

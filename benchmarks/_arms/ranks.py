@@ -64,7 +64,7 @@ class Rank:
 
     def __init__(self, raw: Mapping[str, Any], tell: Tell) -> None:
         self.options = o = RanksOptions(**raw)
-        torch.set_num_threads(1)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         ranks = prod(o.mesh)
         # By name: a host that several ranks share need not resolve to an address that they reach one another by.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -69,6 +69,24 @@ def test_step_in_processes_of_their_own_shows_equal_gradients_and_all_numbers(tm
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
+def test_ranks_shows_that_all_recompute_alike_and_stay_exact(tmp_path: Path) -> None:
+    [way] = quick("ranks", tmp_path)["ways"].values()
+    arms = way["arms"]
+    assert arms.keys() == {"plain", "checkpoint", "auto 0.25", "auto 0.50", "auto 0.75"}
+    for arm in arms.values():
+        assert arm["gradients"] == {key: arms["plain"]["gradients"][key] for key in arm["gradients"]}
+    for name, arm in arms.items():
+        if name.startswith("auto"):
+            first, second = arm["moved"]["plans"]
+            assert first["recomputed"] == second["recomputed"]
+            assert first["agreed"] == second["agreed"]
+            assert first["budget_bytes"] < way["saved_bytes"]
+    counts = {bar["what"]: bar["met"] for bar in way["bars"] if "different choices" in bar["what"]}
+    assert list(counts.values()) == [True] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_waves_shows_seconds_peak_and_error_of_each_arm(tmp_path: Path) -> None:
     found = quick("waves", tmp_path)
     plain, nvme, _ = (found["arms"][f"PyTorch, {name}"] for name in ("plain", "tba nvme", "tba 256MiB"))

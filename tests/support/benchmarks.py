@@ -63,7 +63,7 @@ class LocalChild:
 @contextmanager
 def arms_in_this_process(scratch: Path) -> Iterator[None]:
     """Arms have no process of their own; what they offload goes to `scratch`."""
-    threads = torch.get_num_threads()
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", OffloadWarning)
         patch.setattr(arms, "Child", LocalChild)
@@ -71,6 +71,7 @@ def arms_in_this_process(scratch: Path) -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         yield
     torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
     # Modules that were imported stay, so collections of later tests need not look through them.
     gc.collect()
     gc.freeze()
