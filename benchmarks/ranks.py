@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -33,10 +34,11 @@ _BUDGETS = (0.25, 0.5, 0.75)  # of what a rank saves
 
 @dataclass(frozen=True)
 class Way:
-    """One way to spread the model: a function of `_workload.parallel`, and the ranks by the mesh's dimensions."""
+    """One way to spread the model: a function of `_workload.parallel` ("": stages), and the ranks by dimension."""
 
     wrap: str
     mesh: tuple[int, ...] = (2,)
+    dimensions: tuple[str, ...] = ("data",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,8 @@ WAYS: Mapping[str, Way] = {
     "fsdp2-parts": Way("parts_sharded"),
     "tp": Way("tensor_parallel"),
     "tp-sp": Way("sequence_parallel"),
-    "tp-fsdp2": Way("tensor_parallel_sharded", (2, 2)),
+    "tp-fsdp2": Way("tensor_parallel_sharded", (2, 2), ("data", "tensor")),
+    "pp-fsdp2": Way("", (2, 2), ("stage", "data")),
 }
 
 
@@ -125,7 +128,7 @@ def _measure(way: Way, folder: Path, run: Run) -> tuple[dict[str, Measured], int
     def spec(name: str, **options: Any) -> Spec:
         own = folder / name
         own.mkdir()
-        trained = {"wrap": way.wrap, "mesh": way.mesh, "sizes": asdict(run.sizes), "batch": run.batch}
+        trained = {**asdict(way), "sizes": asdict(run.sizes), "batch": run.batch}
         return Spec(
             name=name, role="ranks:RanksArm", options={**trained, "folder": str(own), **options}, threads=run.threads
         )
@@ -147,13 +150,20 @@ def _bars(way: str, arms: Mapping[str, Measured]) -> list[Bar]:
             continue
         plans: list[dict[str, Any]] = arm.moved["plans"]  # type: ignore[assignment]
         held = max(plan["held_bytes"] / max(1, plan["budget_bytes"]) for plan in plans)
-        ways = len({tuple(plan["recomputed"]) for plan in plans})
         bars += [
             Bar(what=f"{way}: {name}: held / budget, of the rank that holds most", measured=held, limit=1.0),
-            Bar(what=f"{way}: {name}: different choices of blocks", measured=ways, limit=1, unit=""),
+            Bar(what=f"{way}: {name}: choices of blocks under one plan", measured=_choices(plans), limit=1, unit=""),
             replace(faster_bar(way, arm, arms[CHECKPOINT]), limit=_NO_SLOWER),
         ]
     return bars
+
+
+def _choices(plans: Sequence[Mapping[str, Any]]) -> int:
+    """Count the choices of blocks that ranks with one plan have made. Stages of a pipeline have plans of their own."""
+    found: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for plan in plans:
+        found[plan["agreed"]].add(tuple(plan["recomputed"]))
+    return max(map(len, found.values()))
 
 
 def _table(way: str, arms: Mapping[str, Measured], saved_bytes: int) -> Grid:

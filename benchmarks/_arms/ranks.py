@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .._processes.child import Child
@@ -27,6 +27,7 @@ from .._workload.llama import Block, Llama, LlamaSizes, loss_of
 from .._workload.tools import gradient_hash, local
 
 _TIMEOUT_S = 600.0
+_MICRO_BATCHES = 4  # of a pipeline's step
 _COUNTED = ("saved_bytes", "weight_bytes", "duplicate_bytes", "written_bytes", "wait_s", "backpressure_s")
 
 
@@ -35,8 +36,9 @@ class RanksOptions:
     """Options of the arm, sent to its process as JSON.
 
     Attributes:
-        wrap: the name of a function of `_workload.parallel`.
-        mesh: the ranks, by the mesh's dimensions; two of them are "data" and "tensor".
+        wrap: the name of a function of `_workload.parallel`; "" for stages of a pipeline, each sharded.
+        mesh: the ranks, by the mesh's dimensions.
+        dimensions: the names of these.
         sizes: the fields of `LlamaSizes`.
         batch: examples of a step, all of them on each rank.
         tier: of `offload_context`; None trains without it.
@@ -49,6 +51,7 @@ class RanksOptions:
 
     wrap: str
     mesh: Sequence[int]
+    dimensions: Sequence[str]
     sizes: Mapping[str, int]
     batch: int
     folder: str
@@ -69,6 +72,7 @@ class Rank:
         # By name: a host that several ranks share need not resolve to an address that they reach one another by.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo", init_method=f"file://{o.folder}/meeting", rank=o.rank, world_size=ranks)
+        self._pipeline: parallel.Pipeline | None = None
         self.model = self._make()
         parameters = list(self.model.parameters())
         self.optimizer = torch.optim.SGD(parameters, lr=0.01)
@@ -85,11 +89,15 @@ class Rank:
         from torch.distributed.device_mesh import init_device_mesh
 
         o = self.options
-        names = ("data", "tensor") if len(o.mesh) == 2 else ("data",)
-        mesh = init_device_mesh("cpu", tuple(o.mesh), mesh_dim_names=names)
-        model = Llama(LlamaSizes(**o.sizes))
-        wrap: parallel.Wrap = getattr(parallel, o.wrap)
-        trained = wrap(model, mesh) or model
+        mesh = init_device_mesh("cpu", tuple(o.mesh), mesh_dim_names=tuple(o.dimensions))
+        sizes = LlamaSizes(**o.sizes)
+        if o.wrap:
+            model = Llama(sizes)
+            wrap: parallel.Wrap = getattr(parallel, o.wrap)
+            trained = wrap(model, mesh) or model
+        else:
+            self._pipeline = parallel.Pipeline(sizes, mesh, _MICRO_BATCHES)
+            trained = self._pipeline.module
         if o.checkpoint:  # within the hooks of whatever shards the block, as FSDP asks for
             for module in trained.modules():
                 if isinstance(module, Block):
@@ -119,8 +127,7 @@ class Rank:
         dist.barrier()
         begun_cpu_s, begun_s = time.process_time(), time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(self.model(tokens), tokens)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        loss = self._step(tokens)
         self.optimizer.step()
         ended_s, ended_cpu_s = time.perf_counter(), time.process_time()
         peak = peak_bytes()
@@ -135,6 +142,14 @@ class Rank:
             "gradients_sha256": gradient_hash(self.model.parameters()),
             "plan": self._plan(),
         }
+
+    def _step(self, tokens: Tensor) -> Tensor:
+        """Run forward and backward; return the loss."""
+        if self._pipeline is not None:
+            return self._pipeline.step(tokens)
+        loss = loss_of(self.model(tokens), tokens)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        return loss
 
     def _plan(self) -> dict[str, Any] | None:
         if self.offload is None:
@@ -193,7 +208,7 @@ class RanksArm:
             "cpu_s": sum(answer["cpu_s"] for answer in answers),
             "idle_bytes": max(answer["idle_bytes"] for answer in answers),
             "peak_bytes": max(answer["peak_bytes"] for answer in answers),
-            "loss": answers[0]["loss"],
+            "loss": answers[-1]["loss"],
             "gradients_sha256": "".join(answer["gradients_sha256"] for answer in answers),
             "moved": moved,
         }

@@ -1,6 +1,6 @@
-"""Ways to spread the small Llama over ranks: sharded, tensor- and sequence-parallel.
+"""Ways to spread the small Llama over ranks: sharded, tensor- and sequence-parallel, and as stages of a pipeline.
 
-Each takes the model and a mesh of ranks, changes the model, and returns what is to be trained instead, if that is
+A `Wrap` takes the model and a mesh of ranks, changes the model, and returns what is to be trained instead, if that is
 another. Importing this needs `torch.distributed`.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .llama import Attention, Block, FeedForward
+from .llama import Attention, Block, FeedForward, Llama, LlamaSizes, loss_of
 
 Wrap = Callable[[nn.Module, Any], nn.Module | None]
 
@@ -102,3 +102,47 @@ def tensor_parallel_sharded(model: nn.Module, mesh: Any) -> None:
     """Tensor-parallel over the mesh's second dimension, each block sharded by FSDP2 over its first."""
     tensor_parallel(model, mesh["tensor"])
     blocks_sharded(model, mesh["data"])
+
+
+class Stage(nn.Module):
+    """The blocks of one stage, with the embedding before the first and the head after the last."""
+
+    def __init__(self, number: int, stages: int, sizes: LlamaSizes) -> None:
+        super().__init__()
+        model, length = Llama(sizes), sizes.layers // stages
+        self.embed = model.embed if number == 0 else nn.Identity()
+        self.blocks = model.blocks[number * length : (number + 1) * length]
+        self.head = nn.Sequential(model.norm, model.head) if number == stages - 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.blocks(self.embed(x)))
+        return out
+
+
+class Pipeline:
+    """One rank of a pipeline, which has one stage of it: a dimension of the mesh is the stages, another shards each.
+
+    Args:
+        sizes: of the whole model.
+        mesh: with the dimensions "stage" and "data".
+        micro_batches: of a step.
+
+    Attributes:
+        module: this rank's stage.
+    """
+
+    def __init__(self, sizes: LlamaSizes, mesh: Any, micro_batches: int) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        stages, number = mesh["stage"].size(), mesh.get_local_rank("stage")
+        self.module = Stage(number, stages, sizes)
+        blocks_sharded(self.module, mesh["data"])
+        stage = PipelineStage(self.module, number, stages, torch.device("cpu"), group=mesh.get_group("stage"))
+        self._schedule = Schedule1F1B(stage, micro_batches, loss_fn=loss_of)
+        self._first, self._last = number == 0, number == stages - 1
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Run forward and backward of all micro-batches; return their mean loss, which the last stage has, else 0."""
+        losses: list[Tensor] = []
+        self._schedule.step(*([tokens] if self._first else []), target=tokens if self._last else None, losses=losses)
+        return torch.stack(losses).mean() if losses else torch.zeros(())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from .saved import Saved, find_saved, hint
@@ -83,15 +84,20 @@ def flops_of(graph: Graph) -> int:
         formula = flop_registry.get(_LIKE.get(operator, operator))
         if formula is None:
             continue
-        args, kwargs, out = torch.utils._pytree.tree_map(_shaped, (node.args, node.kwargs, node))
-        total += formula(*args, **kwargs, out_val=out)
+        args, kwargs = map_arg((node.args, node.kwargs), _value)
+        total += formula(*args, **kwargs, out_val=_value(node))
     return total
 
 
+def _value(node: Node) -> Any:
+    """Return a node's value as `_shaped` gives it."""
+    return _shaped(node.meta.get("val"))
+
+
 def _shaped(value: Any) -> Any:
-    """Give a tensor without data in place of each node's, with the sizes that the graph is compiled for."""
-    if isinstance(value, Node):
-        return torch.utils._pytree.tree_map(_shaped, value.meta.get("val"))
+    """Give a tensor without data in place of each one, with the sizes that the graph is compiled for."""
+    if isinstance(value, tuple | list):
+        return [_shaped(each) for each in value]
     if isinstance(value, Tensor):
         return torch.empty([hint(size) or 0 for size in value.shape], dtype=value.dtype, device="meta")
     return hint(value) or 0 if isinstance(value, torch.SymInt) else value

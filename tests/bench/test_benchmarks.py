@@ -81,7 +81,7 @@ def test_ranks_shows_that_all_recompute_alike_and_stay_exact(tmp_path: Path) -> 
             assert first["recomputed"] == second["recomputed"]
             assert first["agreed"] == second["agreed"]
             assert first["budget_bytes"] < way["saved_bytes"]
-    counts = {bar["what"]: bar["met"] for bar in way["bars"] if "different choices" in bar["what"]}
+    counts = {bar["what"]: bar["met"] for bar in way["bars"] if "choices of blocks" in bar["what"]}
     assert list(counts.values()) == [True] * 3
 
 

@@ -10,26 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks._workload.llama import loss_of
-from benchmarks._workload.parallel import Wrap
-from support.ranks import BLOCKS, Llama, Step, batch
+from benchmarks._workload.parallel import Stage, Wrap
+from support.ranks import SIZES, Llama, Step, batch
 from tba import Offloader
 
 MICRO_BATCHES = 4
 STAGES = 2  # ranks, each with one stage or two
-
-
-class Stage(nn.Module):
-    """The blocks of one stage, with the embedding before the first and the head after the last."""
-
-    def __init__(self, number: int, stages: int) -> None:
-        super().__init__()
-        model, length = Llama(), BLOCKS // stages
-        self.embed = model.embed if number == 0 else nn.Identity()
-        self.blocks = model.blocks[number * length : (number + 1) * length]
-        self.head = nn.Sequential(model.norm, model.head) if number == stages - 1 else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.embed(x)))
 
 
 # Of the stages on a rank: their numbers.
@@ -69,7 +55,7 @@ def pipeline(
     rank = dist.get_rank(group)
     numbers = SCHEDULES[schedule](rank)
     count = STAGES * len(numbers)
-    modules = nn.ModuleList(Stage(number, count) for number in numbers)
+    modules = nn.ModuleList(Stage(number, count, SIZES) for number in numbers)
     for module in modules:
         prepare(module)
     stages = [
