@@ -27,7 +27,7 @@ from .._workload.llama import Block, Llama, LlamaSizes, loss_of
 from .._workload.tools import gradient_hash, local
 
 _TIMEOUT_S = 600.0
-_MICRO_BATCHES = 4  # of a pipeline's step
+_MICRO_BATCHES = 2  # of a pipeline's step
 _COUNTED = ("saved_bytes", "weight_bytes", "duplicate_bytes", "written_bytes", "wait_s", "backpressure_s")
 
 

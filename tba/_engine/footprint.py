@@ -26,6 +26,7 @@ class Footprint:
         plain_bytes: if nothing was moved, compressed or recomputed.
         held_bytes: as it was.
         planned: a plan moved or recomputed some of it.
+        aside_bytes: of what was held, what cannot move.
     """
 
     def __init__(self, counters: Counters, *, compresses: bool) -> None:
@@ -33,7 +34,7 @@ class Footprint:
         self.planned = False
         self._counters = counters
         self._compresses = compresses
-        self._aside_bytes = self._plain_aside_bytes = 0
+        self.aside_bytes = self._plain_aside_bytes = 0
         self._before = counters.snapshot()
 
     def end_micro_batch(self, peaks: Peaks, acted: Acted, *, light: bool, first: bool) -> None:
@@ -44,13 +45,13 @@ class Footprint:
         in_place = _IN_PLACE if self._compresses else ()
         if not (light or acted.tried):
             own = (*_WITH_RECORDS, *in_place, policy.USED_AT_ONCE)
-            self._aside_bytes = sum(nbytes for reason, nbytes in kept.items() if reason not in (*own, policy.WHOLE))
+            self.aside_bytes = sum(nbytes for reason, nbytes in kept.items() if reason not in (*own, policy.WHOLE))
             if not acted.recomputed:
-                self._plain_aside_bytes = self._aside_bytes
+                self._plain_aside_bytes = self.aside_bytes
         # The ledger counts these in a light step, which does not ask why a tensor stays.
         whole_bytes = 0 if light else kept.get(policy.WHOLE, 0)
         plain_bytes = peaks.plain_bytes + self._plain_aside_bytes + whole_bytes
-        held_bytes = peaks.held_bytes + self._aside_bytes + whole_bytes
+        held_bytes = peaks.held_bytes + self.aside_bytes + whole_bytes
         held_bytes += sum(kept.get(reason, 0) for reason in _UNWRITTEN)
         if smaller := sum(kept.get(reason, 0) for reason in in_place):
             held_bytes += max(0, smaller - seen.encoded_bytes + seen.packed_bytes - seen.derived_bytes)

@@ -470,6 +470,7 @@ class Saver(ForkAware):
         return no_plan(
             self._tier,
             step_bytes=footprint.plain_bytes if moved else footprint.held_bytes,
+            aside_bytes=footprint.aside_bytes,
             room_bytes=self.ledger.room_bytes,
             limited=self.ledger.limited,
             moved=moved,

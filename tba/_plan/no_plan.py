@@ -39,12 +39,13 @@ class NoPlan:
 
 
 def no_plan(
-    tier: str, *, step_bytes: int, room_bytes: int, limited: bool, moved: bool, steps: int, hooks: str
+    tier: str, *, step_bytes: int, aside_bytes: int, room_bytes: int, limited: bool, moved: bool, steps: int, hooks: str
 ) -> NoPlan:
     """Say why there is no plan after so many `steps`.
 
     Args:
         step_bytes: that the saved tensors of the last one need.
+        aside_bytes: of these, what cannot move, such as small tensors: no budget counts it.
         room_bytes: that memory has for them: the budget, if it is `limited`.
         moved: some of them did not fit.
         hooks: "on", "off" or "count".
@@ -58,4 +59,10 @@ def no_plan(
     if moved:
         watched = f"{steps:,} step{'s' * (steps != 1)} watched so far"
         return NoPlan(f"no plan yet: {short(step_bytes)} does not fit{room}; {watched}")
-    return NoPlan(f"no plan: {short(step_bytes)} fits{room}{_HOOKS.get(hooks, '')}")
+    hooks = _HOOKS.get(hooks, "")
+    if limited and 0 < step_bytes - aside_bytes <= room_bytes < step_bytes:
+        what = (
+            f"the {short(step_bytes - aside_bytes)} that can move fits{room}, beside {short(aside_bytes)} that cannot"
+        )
+        return NoPlan(f"no plan: {what}{hooks}")
+    return NoPlan(f"no plan: {short(step_bytes)} fits{room}{hooks}")

@@ -23,6 +23,11 @@ MIB = 1 << 20
         ("auto", {"room_bytes": 0}, "no plan: 244 MiB fits"),
         (
             "auto",
+            {"room_bytes": 200 * MIB, "aside_bytes": 50 * MIB},
+            "no plan: the 194 MiB that can move fits 200 MiB, beside 50 MiB that cannot",
+        ),
+        (
+            "auto",
             {"room_bytes": 80 * MIB, "moved": True},
             "no plan yet: 244 MiB does not fit 80 MiB; 1 step watched so far",
         ),
@@ -30,6 +35,7 @@ MIB = 1 << 20
 )
 def test_why_there_is_no_plan_is_one_line(tier: str, changes: dict[str, Any], line: str) -> None:
     known = {"step_bytes": 244 * MIB, "room_bytes": 8192 * MIB, "limited": True, "moved": False, "steps": 1}
+    known |= {"aside_bytes": 0}
     found = no_plan(tier, **({"hooks": "on"} | known | changes))
     assert (str(found), bool(found)) == (line, False)
     with pytest.raises(ConfigError) as caught:
