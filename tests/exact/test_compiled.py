@@ -235,7 +235,7 @@ def test_a_graph_computes_again_what_costs_less_than_moving(scratch: Path) -> No
     x, small_bytes = torch.randn(BATCH, WIDTH), 4 * BATCH * WIDTH
     settings = {"tier": "auto", "min_tensor_bytes": 2 * small_bytes, "staging_bytes": 8 * small_bytes}
     gradients, kept, moved, plans = [], [], [], []
-    # All fits; what costs nothing to compute again is enough; some moves instead; small products are computed again too.
+    # All fits; what costs nothing to compute again is enough; some moves instead; small products are computed too.
     budgets = ((1 << 30, True), (40 * small_bytes, True), (40 * small_bytes, False), (16 * small_bytes, True))
     for budget_bytes, derive in budgets:
         with backend(scratch, **settings, memory_budget=budget_bytes, derive=derive) as moving:
