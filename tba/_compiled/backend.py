@@ -27,9 +27,9 @@ from .placement import place
 from .prices import prices_of
 from .split import Split
 
-# What PyTorch's `activation_memory_budget` is tried at. Just below 1 only what costs nothing is computed again, such as
-# pointwise operators, fused with what reads them; then ever more.
-_SHARES = (1.0, 0.99, 0.6, 0.4, 0.2)
+# What PyTorch's `activation_memory_budget` is tried at beside the program's own, which is 1 unless it was set. Just
+# below 1 only what costs nothing is computed again, as pointwise operators fused with what reads them; then ever more.
+_SHARES = (0.99, 0.6, 0.4, 0.2)
 
 
 class CompileBackend:

@@ -9,6 +9,7 @@ import torch
 
 from .._config import OffloadConfig
 from .._plan import clock
+from .._plan.clock import Clock
 from .._torch.modes import quiet
 from .choice import Prices
 
@@ -22,26 +23,26 @@ _FLOP_S, _BYTE_S = 1e-11, 5e-10
 
 def prices_of(config: OffloadConfig) -> Prices:
     """Return the prices under some settings, whose rates limit the link."""
-    flop_s, byte_s = _measured(torch.get_num_threads())
+    flop_s, byte_s = _measured(torch.get_num_threads(), clock.current)
     rates = config.max_write_rate, config.max_read_rate
     return Prices(flop_s, byte_s, *(0.0 if rate is None else 1 / float(rate) for rate in rates))
 
 
 @functools.cache
-def _measured(threads: int) -> tuple[float, float]:
-    """Seconds of one floating-point operation, and of a byte that moves out and back."""
+def _measured(threads: int, by: Clock) -> tuple[float, float]:
+    """Seconds of one floating-point operation by so many threads, and of a byte that moves out and back, by a clock."""
     with torch.no_grad(), quiet():
         matrix = torch.ones(_SIDE, _SIDE, device="cpu")
-        product_s = _fastest(lambda: torch.mm(matrix, matrix))
+        product_s = _fastest(lambda: torch.mm(matrix, matrix), by)
     there = bytes(_COPIED_BYTES)
-    copy_s = _fastest(lambda: bytearray(there))  # on one thread, as transfers are made
+    copy_s = _fastest(lambda: bytearray(there), by)  # on one thread, as transfers are made
     return product_s / (2 * _SIDE**3) or _FLOP_S, copy_s * _PASSES / 2 / _COPIED_BYTES or _BYTE_S
 
 
-def _fastest(do: Callable[[], object]) -> float:
+def _fastest(do: Callable[[], object], by: Clock) -> float:
     found = []
     for _ in range(_TIMES):
-        begun_s = clock.current.now_s()
+        begun_s = by.now_s()
         do()
-        found.append(clock.current.now_s() - begun_s)
+        found.append(by.now_s() - begun_s)
     return min(found)
