@@ -19,7 +19,7 @@ from .saved import Saved, find_saved, hint
 
 # PyTorch has no formulas for the attention of a CPU, which computes as much as that of a GPU.
 _aten = torch.ops.aten
-_LIKE = {
+_LIKE: dict[Any, Any] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
 }
