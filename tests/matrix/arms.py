@@ -77,6 +77,11 @@ class Arm:
         self._offload: Offloader | None = None
         self._trace = contextlib.ExitStack()
 
+    def only_move(self) -> None:
+        """Have nothing computed again in a compiled graph, which may meet its budget by that alone."""
+        if self.settings is not None:
+            self.settings["derive"] = False
+
     def watch(self, offload: Offloader | None, model: nn.Module) -> None:
         """Follow an Offloader from before the first step. Note what the parameters look like."""
         for parameter in model.parameters():

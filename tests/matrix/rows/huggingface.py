@@ -58,6 +58,7 @@ def trainer_ddp(arm: Arm) -> None:
 def trainer_compiled(arm: Arm) -> None:
     """transformers.Trainer(torch_compile=True)"""
     torch.compiler.reset()
+    arm.only_move()
     trainer(arm, torch_compile=True)
 
 

@@ -45,6 +45,7 @@ class Watch(lightning.Callback):
 def compiled(arm: Arm) -> None:
     """Lightning Trainer, with a model that is compiled whole"""
     torch.compiler.reset()
+    arm.only_move()
     fit(arm, compiles=True)
 
 

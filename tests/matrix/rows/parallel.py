@@ -140,6 +140,7 @@ def compiled(arm: Arm) -> None:
 def whole(arm: Arm) -> None:
     """torch.compile of the whole model, as in nanoGPT"""
     torch.compiler.reset()
+    arm.only_move()
     model = llama()
     model.config.use_cache = False
     train(arm, torch.compile(model), rank=0)
