@@ -114,13 +114,14 @@ class CompileBackend:
             split: PyTorch's partitioner.
             output_count: how many outputs of the forward graph are not saved tensors.
         """
-        chosen, whole_bytes = self._chosen(split, output_count)
+        budget_bytes = self._budget_bytes()
+        chosen, whole_bytes = self._chosen(split, output_count, budget_bytes)
         best, choice = chosen.split, chosen.choice
         moved = [best.saved[number] for number in choice.moved]
         moved_bytes = sum(each.nbytes for each in moved)
         self._plans.append(
             GraphPlan(
-                budget_bytes=self._budget_bytes(),
+                budget_bytes=budget_bytes,
                 whole_bytes=whole_bytes,
                 saved_bytes=best.saved_bytes,
                 moved_bytes=moved_bytes,
@@ -140,10 +141,12 @@ class CompileBackend:
                 module.recompile()
         return best.forward, best.backward
 
-    def _chosen(self, split: Callable[[], tuple[Any, Any]], output_count: int) -> tuple[Candidate, int]:
+    def _chosen(
+        self, split: Callable[[], tuple[Any, Any]], output_count: int, budget_bytes: int | None
+    ) -> tuple[Candidate, int]:
         """Find the way to split a graph that costs the step least within the budget; and what it saves without one."""
         settings, prices = inductor.config("_functorch"), prices_of(self.config)
-        program, budget_bytes = float(settings.activation_memory_budget), self._budget_bytes()
+        program = float(settings.activation_memory_budget)
         may_recompute = self.config.derive and budget_bytes is not None
         best: Candidate | None = None
         whole_bytes = 0
