@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from benchmarks._workload.llama import loss_of
 from benchmarks._workload.parallel import Wrap, parts_sharded, tensor_parallel
+from benchmarks._workload.tools import local
 from support.engine import give_up_soon
 from support.parallel import maker
-from support.ranks import batch, mine, process_group, start
+from support.ranks import batch, process_group, start
 from tba import Offloader, OffloadError, attach
 from tba._blocks.communication import Communication
 from tba._blocks.recompute import _Twice
@@ -86,7 +87,7 @@ class _Life:
         if begin:
             with torch.no_grad():
                 for weight, saved in zip(weights, torch.load(self._folder / f"{self._rank} {begin}.pt"), strict=True):
-                    mine(weight).copy_(saved)
+                    local(weight).copy_(saved)
         run_again = _Twice._run_again
 
         def counted(twice: _Twice) -> None:
@@ -97,7 +98,7 @@ class _Life:
             for step in range(begin, STEPS):
                 if step % SAVED == 0:
                     path = self._folder / f"{self._rank} {step}"
-                    torch.save([mine(weight.detach()) for weight in weights], path)
+                    torch.save([local(weight.detach()) for weight in weights], path)
                     path.rename(path.with_suffix(".pt"))
                 fault = plan.get(step)
                 self._again = 0
@@ -105,7 +106,7 @@ class _Life:
                     loss = self._step(step, fault, step - begin > 1)
                 checksum = zlib.crc32(loss.detach().numpy().tobytes())
                 for weight in weights:
-                    checksum = zlib.crc32(mine(weight.grad).numpy().tobytes(), checksum)
+                    checksum = zlib.crc32(local(weight.grad).numpy().tobytes(), checksum)
                 print(*Line(step, checksum, sum(communication.counts), self._again), file=lines, flush=True)
                 if self._dies == step and fault is not None and fault.rank == self._rank:
                     _die()

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from benchmarks._workload import llama
 from benchmarks._workload.llama import LlamaSizes, loss_of
+from benchmarks._workload.tools import local
 from support.clock import Counted, put
 from support.exactness import assert_bit_equal
 from tba import Offloader, OffloadStats, offload_context
@@ -38,11 +39,6 @@ def batch(step: int) -> Tensor:
     return torch.randint(SIZES.vocabulary, (ROWS, SIZES.sequence), generator=torch.Generator().manual_seed(step))
 
 
-def mine(tensor: Any) -> Any:
-    """The part of a tensor that this rank holds."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 # Trains for one step and returns what is to be equal: losses, outputs.
 Step = Callable[[int], list[Tensor]]
 
@@ -53,11 +49,11 @@ def train(model: nn.Module, step: Step, context: Any, steps: int = 3) -> list[An
     found: list[Any] = []
     for number in range(steps):
         with context:
-            found += [mine(loss).detach().clone() for loss in step(number)]
-        found += [None if p.grad is None else mine(p.grad).clone() for p in model.parameters()]
+            found += [local(loss).detach().clone() for loss in step(number)]
+        found += [None if p.grad is None else local(p.grad).clone() for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    return [*found, *(mine(p.detach()).clone() for p in model.parameters())]
+    return [*found, *(local(p.detach()).clone() for p in model.parameters())]
 
 
 def assert_exact(

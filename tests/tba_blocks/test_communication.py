@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.ranks import mine, process_group, start
+from benchmarks._workload.tools import local
+from support.ranks import process_group, start
 from tba import OffloadError
 from tba._blocks import communication as communication_module
 from tba._blocks.communication import Communication
@@ -134,7 +135,7 @@ def _together(rank: int, kind: type[Sums], folder: str) -> None:
         block, both = kind(), frozenset({0, 1})
         x = torch.full((3, 4), rank + 1.0, requires_grad=True)
         block(x).sum().backward()
-        plain = mine(block.part.linear.weight.grad).clone()
+        plain = local(block.part.linear.weight.grad).clone()
         for one_keeps in (False, True):
             block.zero_grad()
             block.part.counts = one_keeps and rank == 1  # so this rank keeps what it has saved
@@ -144,7 +145,7 @@ def _together(rank: int, kind: type[Sums], folder: str) -> None:
                 out.sum().backward()
             assert (graph is None) == block.part.counts
             assert block.part.calls == block.part.counts  # what the second call counts is undone
-            assert torch.equal(mine(block.part.linear.weight.grad), plain)
+            assert torch.equal(local(block.part.linear.weight.grad), plain)
             # One of the second call, or before it, and one of its own: the other rank has as many.
             assert sum(backward.counts) == 2 * sum(forward.counts)
         with pytest.raises(OffloadError, match="communicates with ranks that have not agreed"):
