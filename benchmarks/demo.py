@@ -119,7 +119,7 @@ def _tables(model: Model, found: Mapping[str, Measured], text: Mapping[str, Any]
         + ", ".join(f"{name} {arm.losses[step - 1]:.6f}" for name, arm in found.items())
         for step in sorted({1, last})
     )
-    note = f"{last} steps; {losses}. {equal_text(found)} Peak: the worst step."
+    note = f"{last} steps; {losses}. {equal_text(list(found.values()))} Peak: the worst step."
     title = f"{model.describe()}, AdamW, {text['parameters'] / 1e6:.1f} M parameters"
     rows = [(what, mib(offload.moved[counter])) for counter, what in _BYTES.items()]
     waited = f"Backward waited {1e3 * offload.moved['wait_s']:.2f} ms."

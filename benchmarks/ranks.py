@@ -25,7 +25,7 @@ from ._workload.llama import LlamaSizes
 from ._workload.tools import scratch_directory
 
 PLAIN, CHECKPOINT = "plain", "checkpoint"
-_WARM_UP = 9  # steps that are watched, agreed on, and followed
+_WARM_UP = 18  # steps that are watched, agreed on, timed (and perhaps those by another choice of blocks), and followed
 _NO_SLOWER = 0.98  # of the throughput of checkpointing
 _SIZES = LlamaSizes(layers=8, width=256, heads=4, hidden=704, sequence=256, vocabulary=256)
 _TINY = LlamaSizes(layers=4, width=32, heads=4, hidden=64, sequence=16, vocabulary=64)
@@ -171,7 +171,7 @@ def _table(way: str, arms: Mapping[str, Measured], saved_bytes: int) -> Grid:
         return show(arm.moved["plans"]) if arm.moved else "-"
 
     note = f"Each rank saves {mib(saved_bytes)} MiB. Seconds: of the slowest rank; CPU seconds: of "
-    note += f"all. Peak: of the rank that needs most, over idle. {equal_text(arms)}"
+    note += f"all. Peak: of the rank that needs most, over idle. {equal_text(list(arms.values()))}"
     told = [f"{name}: {_agreed(arm)}" for name, arm in arms.items() if arm.moved]
     return arm_table(
         way,

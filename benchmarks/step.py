@@ -55,7 +55,7 @@ def step(
         if memory_only:
             arms |= measure(memory_only, rounds=0, title=f"memory {size.name}", warm_up=min(rounds, _MEMORY_ROUNDS))
         bars = step_bars(size.name, arms)
-        note = f"Peak: {DEVICES[device].memory}, over idle, worst of all steps. {equal_text(arms)}"
+        note = f"Peak: {DEVICES[device].memory}, over idle, worst of all steps. {equal_text(list(arms.values()))}"
         tables += [
             arm_table(f"{size.describe()}, {device}", arms, note),
             bar_table(bars, f"Bars, {size.name}", "Behind ±: about 95 % confidence."),

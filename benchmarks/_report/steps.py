@@ -75,10 +75,11 @@ def same_gradients(arms: Sequence[Measured]) -> bool:
     )
 
 
-def equal_text(arms: Mapping[str, Measured]) -> str:
-    """Say for a table's note whether the gradients of all exact arms are equal."""
-    equal = "yes" if same_gradients(list(arms.values())) else "NO"
-    return f"Losses and gradients of all exact arms bit-equal: {equal}."
+def equal_text(*groups: Sequence[Measured]) -> str:
+    """Say for a table's note whether the gradients of all exact arms of a group are equal, in each group."""
+    equal = "yes" if all(map(same_gradients, groups)) else "NO"
+    whose = "of all exact arms" if len(groups) == 1 else "of all exact arms that are compiled, and of all others,"
+    return f"Losses and gradients {whose} bit-equal: {equal}."
 
 
 def arm_table(title: str, arms: Mapping[str, Measured], note: str, *more: Column) -> Grid:

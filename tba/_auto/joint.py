@@ -6,7 +6,9 @@
       | all have found the same
     TRYING     all try their blocks, those that communicate by a vote
       | all have seen a whole step
-    LOOKING    they have decided, and carry it out from the forward on in which they learn of it
+    TIMING     they have decided, carry it out from the forward on in which they learn of it, and time a few steps;
+      |        perhaps a few by another choice of blocks, too (`after_steps`)
+    LOOKING    they go on with what was faster
     ALONE      this rank exchanges nothing in its forward; or a rank was late, and nobody agrees any more
 
 Guarantees:
@@ -27,10 +29,11 @@ from functools import partial
 
 from .._blocks.communication import Communication
 from .._group.agreement import Agreement, Ballot
-from .._group.decision import Decision, Share, decide_together
+from .._group.decision import Decision, Share, after_steps, decide_together
 
 _OFTEN = 8  # forwards, at each of which ranks look; then at ever fewer, and at least every so often
 _SELDOM = 256
+_MOST_TIMED = 32  # forwards, in which steps are timed: those of other kinds may come between
 _MOST_ATTEMPTS = 8  # after which ranks do not look any more: their steps are never alike, or depart again and again
 
 
@@ -40,10 +43,11 @@ class Phase(enum.Enum):
     LOOKING = enum.auto()
     SURVEYING = enum.auto()
     TRYING = enum.auto()
+    TIMING = enum.auto()
     ALONE = enum.auto()
 
 
-LOOKING, SURVEYING, TRYING, ALONE = Phase
+LOOKING, SURVEYING, TRYING, TIMING, ALONE = Phase
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,16 @@ class Said:
         wants: it wants a plan for that.
         blocks: paths of the blocks that it has found; None if it has not looked yet.
         share: what it has seen of a step with these blocks; None before.
+        decision: that it follows; None without one.
+        step_s: its fastest step by that; None while it still times them.
     """
 
     name: str
     wants: bool
     blocks: tuple[str, ...] | None
     share: Share | None
+    decision: Decision | None = None
+    step_s: float | None = None
 
 
 class Joint:
@@ -81,7 +89,7 @@ class Joint:
         self._agreement: Agreement | None = None
         self._first: Communication | None = None  # the first forward
         self._peers: frozenset[int] = frozenset()
-        self._forwards = self._attempts = 0
+        self._forwards = self._attempts = self._timed = 0
         self._binds = False  # blocks have been agreed on that communicate
 
     def begin_forward(self) -> bool:
@@ -101,14 +109,17 @@ class Joint:
         That is the phase that begins, or the decision that it ends with. None: nothing is.
         """
         assert self._agreement is not None
-        before, conclude = self.phase, partial(_conclude, self._agreement.members)
+        before, late = self.phase, self._timed >= _MOST_TIMED
+        self._timed = self._timed + 1 if before is TIMING else 0
+        conclude = partial(_conclude, self._agreement.members, late=late)
         found: Phase | Decision | None = self._agreement.decide(str(self._forwards), (before, said), conclude)
         if found is None:
             self.phase = ALONE
             return ALONE
         self._agreement.tidy()
         if isinstance(found, Decision):
-            self.phase, self._binds = LOOKING, self._binds or bool(found.joint)
+            self.phase = LOOKING if found.settled else TIMING
+            self._binds = self._binds or bool(found.joint)
             return found
         self.phase = found
         self._attempts += found is SURVEYING and before is LOOKING
@@ -169,8 +180,8 @@ class Joint:
         self.phase, self.together = ALONE, False
 
 
-def _conclude(ranks: tuple[int, ...], said: list[tuple[Phase, Said]]) -> Phase | Decision:
-    """Conclude what comes next from what all ranks have said, in their order. Pure."""
+def _conclude(ranks: tuple[int, ...], said: list[tuple[Phase, Said]], *, late: bool = False) -> Phase | Decision:
+    """Conclude what comes next from what all ranks have said, in their order. `late`: to time more steps. Pure."""
     phase, all_said = said[0][0], [each for _, each in said]
     if len({(each, one.name) for each, one in said}) > 1:
         return LOOKING
@@ -180,4 +191,12 @@ def _conclude(ranks: tuple[int, ...], said: list[tuple[Phase, Said]]) -> Phase |
         found = {each.blocks for each in all_said}
         return SURVEYING if None in found else TRYING if len(found) == 1 else LOOKING
     shares = [each.share for each in all_said if each.share is not None]
+    if phase is TIMING:
+        if late or any(each.wants for each in all_said):
+            return LOOKING
+        seconds = [each.step_s for each in all_said if each.step_s is not None]
+        decision = all_said[0].decision
+        if decision is None or decision.settled or len(seconds) < len(all_said):
+            return TIMING
+        return after_steps(decision, shares, seconds)
     return TRYING if len(shares) < len(all_said) else decide_together(ranks, shares) or LOOKING

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from .._blocks.watch import Places
-from .._group.decision import Share
+from .._group.decision import STEPS, Decision, Share
 from .._memory.ledger import Expected
 from .._plan.contest import Contest
 from .._plan.plan import Plan
@@ -35,8 +35,9 @@ class Kind:
         contest: of its plan and another.
         contests: how many there have been.
         wants: it did not fit, so that a plan is wanted that all ranks agree on.
-        share: what this rank says about it to the others, once they ask.
-        joint: blocks that all ranks recompute together, by their agreement; None without one.
+        share: what this rank says about it to the others, once they ask: as it was before they planned.
+        decision: which blocks all ranks recompute, by their agreement; None without one.
+        seconds: that the first steps by the plan took.
         slower: times slower than it carries that the link counts as, since more is waited for it than plans foresee.
     """
 
@@ -54,7 +55,8 @@ class Kind:
     contests: int = 1
     wants: bool = False
     share: Share | None = None
-    joint: frozenset[int] | None = None
+    decision: Decision | None = None
+    seconds: tuple[float, ...] = ()
     slower: float = 1.0
     _off_steps: int = 0
 
@@ -67,8 +69,20 @@ class Kind:
 
     def end_plan(self) -> None:
         """Have no plan any more: its steps are watched anew."""
-        self.plan, self.places, self.course, self.joint = None, Places(), None, None
+        self.plan, self.places, self.course = None, Places(), None
+        self.share = self.decision = None
+        self.seconds = ()
         self.contest = Contest(over=self.contest.over)
+
+    def time(self, step_s: float) -> None:
+        """Note what a step by the plan took."""
+        if len(self.seconds) < STEPS:
+            self.seconds = (*self.seconds, step_s)
+
+    @property
+    def fastest_s(self) -> float | None:
+        """What the fastest of the first steps by the plan took, but for the very first; None until they have run."""
+        return min(self.seconds[1:]) if len(self.seconds) == STEPS else None
 
     def expected(self, *, tries: bool) -> Expected:
         """Tell what such a step needs; `tries`: without a plan, its blocks are tried."""

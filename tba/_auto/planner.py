@@ -64,7 +64,7 @@ from .._transfer.cost import Cost
 from .._transfer.daily_allowance import Allowance
 from .acted import Acted
 from .course import Entry
-from .joint import ALONE, LOOKING, SURVEYING, TRYING, Joint, Said
+from .joint import ALONE, LOOKING, SURVEYING, TIMING, TRYING, Joint, Said
 from .kind import Kind
 from .pace import Pace
 from .write_cap import write_cap
@@ -201,22 +201,26 @@ class Planner:
         new = None
         if joint.begin_forward():
             blocks = self._paths(kind) if joint.phase is SURVEYING else None
-            new = joint.meet(Said(repr(key), kind.wants, blocks, kind.share))
+            step_s = kind.fastest_s if joint.phase is TIMING else None
+            share = kind.share if joint.phase is TRYING or step_s is not None else None  # it is large
+            new = joint.meet(Said(repr(key), kind.wants, blocks, share, kind.decision, step_s))
         with self._lock:
             if isinstance(new, Decision):
                 self._bind(kind, new)
             elif new is SURVEYING:
                 kind.end_plan()
-                kind.blocks, kind.share = False, None
+                kind.blocks = False
                 self._candidates(kind)
-        stands = joint.carry_out(joint=bool(kind.joint))
+            elif new is LOOKING:
+                self._end_trials()
+        stands = joint.carry_out(joint=kind.decision is not None and bool(kind.decision.joint))
         with self._lock:
             if not stands:
                 self._fall_back(self._kinds.values() if joint.phase is ALONE else (kind,))
             if self._now is not None and (new is not None or not stands):
                 self._spoilt = True  # in the midst of a step of several forwards
-            planned = kind.joint is not None and kind.plan is not None and not kind.plan.idle
-        return joint.phase in (SURVEYING, TRYING) or planned
+            planned = kind.decision is not None and kind.plan is not None and not kind.plan.idle
+        return joint.phase in (SURVEYING, TRYING, TIMING) or planned
 
     def _paths(self, kind: Kind) -> tuple[str, ...] | None:
         """Name the blocks that ranks are to try together; None if this one has not found them yet."""
@@ -228,12 +232,20 @@ class Planner:
 
     def _bind(self, kind: Kind, decision: Decision) -> None:
         """Have a kind of step recompute what all ranks do."""
-        share = kind.share
+        share, plan = kind.share, kind.plan
         assert share is not None
-        moves = partial(decide_moves, recomputed=decision.recomputed)
-        kind.share, kind.wants, kind.joint = None, False, decision.joint
+        if kind.decision is None or plan is None or plan.recomputed != decision.recomputed:
+            moves = partial(decide_moves, recomputed=decision.recomputed)
+            plan = fitting(moves, share.facts, share.budget_bytes)
+        kind.wants, kind.decision, kind.seconds = False, decision, ()
         kind.contest = Contest(over=True)  # a rival would recompute other blocks
-        self._set(kind, replace(fitting(moves, share.facts, share.budget_bytes), agreed=decision.told))
+        self._set(kind, replace(plan, agreed=decision.told, tried=decision.tried))
+
+    def _end_trials(self) -> None:
+        """Go back to what was decided before a trial that ranks have not brought to an end."""
+        for kind in self._kinds.values():
+            if (decision := kind.decision) is not None and decision.against is not None:
+                self._bind(kind, decision.against)
 
     def leave(self) -> None:
         """Have the other ranks wait for this one no more."""
@@ -244,7 +256,7 @@ class Planner:
     def _fall_back(self, kinds: Iterable[Kind]) -> None:
         """Follow no plan any more that ranks have agreed on."""
         for kind in kinds:
-            if kind.joint is not None:
+            if kind.decision is not None:
                 kind.end_plan()
                 kind.wants = True
 
@@ -356,7 +368,7 @@ class Planner:
         seen, kind, joint = self._seen(), self.kind, self._joint
         if kind.plan is not None:
             if visit in kind.plan.recomputed and kind.visits[visit]() is module:
-                if joint is None or visit not in (kind.joint or ()):
+                if joint is None or kind.decision is None or visit not in kind.decision.joint:
                     return self._recompute(visit, kind.plan, module, forward, args, kwargs)
                 if ranks := joint.together_with:
                     return self._recompute(visit, kind.plan, module, forward, args, kwargs, ranks)
@@ -560,7 +572,7 @@ class Planner:
         plan = kind.plan
         assert plan is not None
         if seen.departed:
-            kind.wants = kind.wants or kind.joint is not None
+            kind.wants = kind.wants or kind.decision is not None
             kind.end_plan()
             kind.departures += 1
             return
@@ -592,9 +604,14 @@ class Planner:
         if not new.decides_as(plan):
             kind.contest = Contest(over=bool(plan.agreed) or kind.contests >= _MOST_CONTESTS)
             kind.contests += 1
+            kind.seconds = ()
         elif timed:
             kind.contest, new = kind.contest.after(new, step_s)
+            kind.time(step_s)
         self._set(kind, new)
+        if (share := kind.share) is not None:
+            # That steps compute more slowly than they did may be others' waiting, which another plan would not have.
+            kind.share = replace(share, facts=replace(share.facts, link=new.facts.link), budget_bytes=budget_bytes)
 
     def _decide(self, facts: Facts, budget_bytes: int, before: Plan | None = None) -> Plan:
         """Decide on a step; in the way that the plan before was made, which may have won a contest, if that fits."""

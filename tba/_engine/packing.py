@@ -30,7 +30,14 @@ from .._record.sighting import ODD, SMALL, WEIGHT, Chains, Sighting, Sizes, Stay
 from .._record.user_code import Detached
 from .._record.view import View, span
 from .._stats import Counters
-from .._torch.private import current_graph_task_id, gives_lengths, graph_is_kept, in_graph_pool, sequence_nr
+from .._torch.private import (
+    current_graph_task_id,
+    gives_lengths,
+    graph_is_kept,
+    in_graph_pool,
+    only_inner,
+    sequence_nr,
+)
 from .._torch.weights import mark_weights
 from .._torch.whole import Whole
 from .._transfer.mover import Mover
@@ -177,7 +184,9 @@ class Packing:
             return self.keep(tensor, tensor.nbytes, TOO_SMALL)
         packed = self._full(tensor, seen, None)
         if step.task == -1 and (step.mode is RECORDING or (step.countable and step.mode is FULL)):
-            step.note(tensor, seen, packed[0])
+            if seen is ODD:
+                tensor, seen = self._within(tensor)
+            step.note(tensor, seen, _first(packed))
         return packed
 
     def pass_light(self, tensor: Tensor, step: Step) -> Packed | None:
@@ -197,7 +206,10 @@ class Packing:
         seen = recognise(tensor, self._sizes, self._chains, casts=False)
         if seen is WEIGHT or seen is SMALL:
             return as_it_is(tensor)
-        kept_bytes = step.kept_bytes(tensor, seen)
+        held = tensor
+        if seen is ODD:
+            held, seen = self._within(tensor)
+        kept_bytes = step.kept_bytes(held, seen)
         if kept_bytes < 0:
             if kept_bytes == DEPARTS:
                 self.turn(step)
@@ -214,6 +226,11 @@ class Packing:
         if self._pending.local.queue:
             self._pending.pass_on(number)
         return packed
+
+    def _within(self, tensor: Tensor) -> tuple[Tensor, Stays | Sighting]:
+        """Return the tensor that a step looks at for an odd one, and what it is: of a DTensor, its local tensor."""
+        inner = only_inner(tensor)
+        return (tensor, ODD) if inner is None else (inner, recognise(inner, self._sizes, self._chains, casts=False))
 
     def _full(self, tensor: Tensor, seen: Stays | Sighting, within: Within | None) -> Packed:
         """Pack a tensor by what it is: find the record that has its bytes already, or make one, if it may have one."""
@@ -395,6 +412,13 @@ def _root(tensor: Tensor) -> Tensor:
     """Return the tensor whose version counter a saved one shares."""
     base = tensor._base
     return tensor if base is None else base
+
+
+def _first(packed: Packed) -> Record | Tensor | Shell:
+    """Return the record that a tensor is packed in, or what stays. Of a wrapper, that of its only inner tensor."""
+    while type(packed[0]) is Shell and len(packed[1]) == 1:  # type: ignore[arg-type]
+        (packed,) = packed[1]  # type: ignore[misc]
+    return packed[0]
 
 
 def as_it_is(tensor: Tensor) -> Packed:

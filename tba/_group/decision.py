@@ -4,6 +4,10 @@ It is decided once, for a step that none of them has a harder one than: that of 
 bytes, with the least budget of all, the slowest link, and the longest second run of each block. A block of which one
 rank's second run was not the same recomputes on none. So what fits there fits on each rank. What moves is then each
 rank's own matter (`decide_moves`): no other rank can tell whether it did.
+
+A model of one rank's step does not foresee that waits of ranks add up, as each waits for the others. So they time a few
+steps by what they have decided, and a few by another choice of blocks, if that is not predicted to take much longer; the
+faster one stays (`after_steps`).
 """
 
 from __future__ import annotations
@@ -14,7 +18,12 @@ from functools import partial
 
 from .._plan.facts import Block, Facts, Link
 from .._plan.greedy import decide, fitting
+from .._plan.plan import Plan
 from .._text import numbers, short
+
+STEPS = 3  # that ranks time of each choice; the fastest counts, but for the first, which allocates anew
+_NEAR = 1.1  # times as long as steps take: another choice that is predicted to take longer is not tried
+_FASTER = 0.97  # of the other's time, below which a choice takes its place
 
 
 @dataclass(frozen=True)
@@ -40,21 +49,67 @@ class Decision:
         recomputed: blocks that run again, by their number in the step.
         joint: those of them that communicate.
         told: who has decided, and which rank binds by its budget and by its link, in words.
+        tried: what came of trying another choice of blocks, in words; "" if none was.
+        against: what ranks did before, where they now try this one; None if they try nothing.
+        against_s: seconds of a step by that.
+        settled: there is nothing to be timed (any more).
     """
 
     recomputed: frozenset[int]
     joint: frozenset[int]
     told: str
+    tried: str = ""
+    against: Decision | None = None
+    against_s: float = 0.0
+    settled: bool = False
 
 
 def decide_together(ranks: Sequence[int], shares: Sequence[Share], *, moves: bool = True) -> Decision | None:
     """Decide for all ranks, of which each `moves` what it decides to, if it may; None if their steps are not alike."""
     if len({len(share.facts.blocks) for share in shares}) > 1:
         return None
+    plan = _plan(shares, moves=moves)
+    return Decision(plan.recomputed, plan.recomputed & _joint(shares), _told(ranks, shares), settled=plan.idle)
+
+
+def after_steps(decision: Decision, shares: Sequence[Share], seconds: Sequence[float]) -> Decision:
+    """Return what ranks do after `STEPS` steps, given what each says now, and its fastest step."""
+    step_s, before, before_s = max(seconds), decision.against, decision.against_s
+    if before is None:
+        return _rival(decision, shares, step_s) or replace(decision, settled=True)
+    times = f"{step_s:.3f} s a step, not {before_s:.3f} s"
+    if step_s < _FASTER * before_s:
+        return replace(decision, against=None, settled=True, tried=f"{_words(decision)} was tried, and stays: it takes {times}")
+    return replace(before, settled=True, tried=f"{_words(decision)} was tried for {STEPS} steps: it took {times}")
+
+
+def _rival(decision: Decision, shares: Sequence[Share], step_s: float) -> Decision | None:
+    """Return the other choice of blocks that is predicted to take least; None if it would take much longer."""
+    plans = [_plan(shares), _plan(shares, moves=False), _plan(shares, recomputes=False)]
+    near = [
+        plan
+        for plan in plans
+        if plan.fits and plan.recomputed != decision.recomputed and plan.predicted.step_s <= _NEAR * step_s
+    ]
+    best = min(near, key=lambda plan: plan.predicted.step_s, default=None)
+    if best is None:
+        return None
+    joint, tried = best.recomputed & _joint(shares), f"on trial, for {STEPS} steps"
+    return replace(decision, recomputed=best.recomputed, joint=joint, tried=tried, against=decision, against_s=step_s)
+
+
+def _plan(shares: Sequence[Share], *, moves: bool = True, recomputes: bool = True) -> Plan:
     budget_bytes = min(share.budget_bytes for share in shares)
-    recomputed = fitting(partial(decide, moves=moves), hardest(shares), budget_bytes).recomputed
-    joint = frozenset[int]().union(*(share.joint for share in shares))
-    return Decision(recomputed, recomputed & joint, _told(ranks, shares))
+    return fitting(partial(decide, moves=moves, recomputes=recomputes), hardest(shares), budget_bytes)
+
+
+def _joint(shares: Sequence[Share]) -> frozenset[int]:
+    return frozenset[int]().union(*(share.joint for share in shares))
+
+
+def _words(decision: Decision) -> str:
+    count = len(decision.recomputed)
+    return f"recomputing {count} block{'s' if count > 1 else ''}" if count else "recomputing nothing"
 
 
 def hardest(shares: Sequence[Share]) -> Facts:

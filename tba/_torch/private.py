@@ -478,6 +478,15 @@ def innermost(tensor: Tensor) -> list[Tensor]:
     return [found for inner in apart[0].values() if isinstance(inner, Tensor) for found in innermost(inner)]
 
 
+def only_inner(tensor: Tensor) -> Tensor | None:
+    """The one tensor that holds all elements of a wrapper subclass, as of a DTensor; None for any other tensor."""
+    apart = taken_apart(tensor)
+    inner = [value for value in apart[0].values() if isinstance(value, Tensor)] if apart is not None else []
+    if len(inner) != 1:
+        return None
+    return inner[0] if type(inner[0]) is Tensor else only_inner(inner[0])
+
+
 def gives_lengths(tensor: Tensor) -> bool:
     """Whether the sizes of jagged tensors belong to this very tensor, their offsets: an equal one gives other sizes."""
     module = sys.modules.get("torch.nested._internal.nested_tensor")  # if it is not imported, there are none

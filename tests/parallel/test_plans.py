@@ -30,12 +30,15 @@ from benchmarks._workload.parallel import (
     tensor_parallel,
     with_dtensor_outputs,
 )
+from support.clock import RATE, Counted, put
 from support.engine import give_up_soon
 from support.exactness import assert_bit_equal
 from support.parallel import maker
 from support.ranks import BLOCKS, Llama, Step, batch, plain_step, process_group, start, train
+from io_backends import Ticket
 from tba import Offloader, OffloadError, attach, offload_context
 from tba._blocks.communication import Communication
+from tba._plan.clock import Carried
 
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
@@ -55,7 +58,8 @@ WRAPS: dict[
 }
 BUDGETS = 240_000, 2**30  # rank 1 has room for everything: alone it would plan nothing
 RATES = "1MB", "8MB"
-STEPS, PLANNED = 8, 6  # the steps before have agreed
+AGREED = 3  # the first step by a plan
+STEPS, PLANNED = 14, 12  # the steps before have agreed, and timed two choices
 LONG = 20  # steps, in which those that have departed ask again
 
 
@@ -150,6 +154,59 @@ def _all_plan(rank: int, wrap: Wrap, folder: str) -> None:
 @pytest.mark.parametrize("wrap", [wrap for wrap in WRAPS if wrap is not ddp])
 def test_ranks_agree_on_what_recomputes_and_repeat_what_a_checkpoint_does(wrap: Wrap, scratch: Path) -> None:
     start(_all_plan, str(scratch), wrap, ranks=2)
+
+
+class Hampered(Counted):
+    """From some step on, what moves takes many times as long, and no rank counts that as its own wait: as others'."""
+
+    slower = 0.0
+
+    def carried(self, ticket: Ticket) -> Carried:
+        self._lost_s += self.slower * ticket.moved_bytes / RATE
+        return super().carried(ticket)
+
+    _lost_s = 0.0
+
+    def now_s(self) -> float:
+        return super().now_s() + self._lost_s
+
+
+def _waits_add_up(rank: int, folder: str) -> None:
+    with process_group(rank, 2, folder):
+        put(hampered := Hampered())
+        make = maker(tensor_parallel)
+        model = make()
+        plain = train(model, plain_step(model)(None), nullcontext(), STEPS)
+        model = make()
+        settings: dict[str, Any] = {"memory_budget": BUDGETS[0], "min_tensor_bytes": 0, "storage_paths": folder}
+        moved_bytes, recomputed = [], []
+
+        def step(number: int) -> list[Tensor]:
+            hampered.slower = 1024.0 if number >= AGREED else 0.0
+            found = plain_step(model)(None)(number)
+            moved_bytes.append(offload.stats().written_bytes)
+            recomputed.append(offload.plan.recomputed if offload.plan else None)
+            return found
+
+        offload = offload_context(model, "auto", **settings)
+        moved = train(model, step, offload, STEPS)
+        plan = offload.plan
+        offload.close()
+        assert_bit_equal(moved, plain, f"rank {rank}:")
+        assert plan
+        assert frozenset() in recomputed  # at first all of it moved
+        assert plan.recomputed == recomputed[-1] != frozenset()
+        assert moved_bytes[-1] == moved_bytes[-4] > 0
+        assert "was tried, and stays: it takes " in plan.tried
+        assert plan.tried in str(plan)
+        plans: list[Any] = [None, None]
+        dist.all_gather_object(plans, (plan.recomputed, plan.agreed, plan.tried, recomputed))
+        assert plans[0] == plans[1]
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_each_other_try_recomputing_together_and_stay_with_it(scratch: Path) -> None:
+    start(_waits_add_up, str(scratch), ranks=2)
 
 
 def _one_goes_another_way(rank: int, how: str, folder: str) -> None:

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from support.plans import MIB, layers
-from tba._auto.joint import ALONE, LOOKING, SURVEYING, TRYING, Joint, Phase, Said, _conclude
-from tba._group.decision import Decision, Share, decide_together
+from tba._auto.joint import ALONE, LOOKING, SURVEYING, TIMING, TRYING, Joint, Phase, Said, _conclude
+from tba._group.decision import STEPS, Decision, Share, after_steps, decide_together
 from tba._plan.greedy import decide, decide_moves
 
 FAST, SLOW = 2e9, 50e6
@@ -67,10 +67,86 @@ def test_moves_are_decided_anew_beneath_the_same_blocks() -> None:
     assert sum(roomy.sends.values()) < sum(plan.sends.values())
 
 
+def _decided(*shares: Share) -> Decision:
+    decision = decide_together(RANKS, shares)
+    assert decision is not None
+    return decision
+
+
+def test_ranks_whose_steps_take_what_they_should_try_nothing() -> None:
+    shares = [_share(share=0.6), _share(share=0.5)]
+    decision = _decided(*shares)
+    assert not (decision.recomputed or decision.settled)
+    foreseen_s = decide_moves(shares[1].facts, shares[1].budget_bytes, decision.recomputed).predicted.step_s
+    assert after_steps(decision, shares, [foreseen_s, foreseen_s]) == replace(decision, settled=True)
+
+
+@pytest.mark.parametrize("takes", [0.8, 0.96, 0.98, 2.0])
+def test_where_steps_take_longer_ranks_try_other_blocks_and_keep_what_is_faster(takes: float) -> None:
+    shares = [_share(share=0.6), _share(share=0.5)]
+    decision = _decided(*shares)
+    trial = after_steps(decision, shares, [1.0, 4.0])  # the slowest rank counts
+    assert (trial.against, trial.against_s, trial.settled) == (decision, 4.0, False)
+    assert trial.recomputed
+    assert trial.joint == trial.recomputed
+    assert trial.tried == f"on trial, for {STEPS} steps"
+    for each in shares:
+        assert not decide_moves(each.facts, each.budget_bytes, trial.recomputed).sends
+    after = after_steps(trial, shares, [0.5, 4.0 * takes])
+    assert after.settled
+    assert after.against is None
+    assert after.recomputed == (trial.recomputed if takes < 0.97 else decision.recomputed)
+    assert f"{4 * takes:.3f} s a step, not 4.000 s" in after.tried
+
+
+def test_recomputed_blocks_are_tried_against_moving_too() -> None:
+    shares = [_share(rate=2e8, share=0.3)] * 2
+    decision = _decided(*shares)
+    assert decision.recomputed
+    moves_s = decide(shares[0].facts, shares[0].budget_bytes, recomputes=False).predicted.step_s
+    trial = after_steps(decision, shares, [2 * moves_s] * 2)
+    assert trial.against == decision
+    assert trial.recomputed != decision.recomputed
+    assert trial.recomputed == min(
+        (decide(shares[0].facts, shares[0].budget_bytes, **way) for way in ({"moves": False}, {"recomputes": False})),
+        key=lambda plan: plan.predicted.step_s,
+    ).recomputed
+
+
+def test_where_all_fits_there_is_nothing_to_be_timed() -> None:
+    assert _decided(_share(share=2.0), _share(share=1.5)).settled
+
+
 def _said(
     name: str = "a", *, wants: bool = False, blocks: tuple[str, ...] | None = None, share: Share | None = None
 ) -> Said:
     return Said(name, wants, blocks, share)
+
+
+def _timed(share: float = 0.5, *, step_s: float | None = 9.0, settled: bool = False, wants: bool = False) -> Said:
+    shares = [_share(share=share)] * 2
+    return Said("a", wants, None, shares[0] if step_s else None, replace(_decided(*shares), settled=settled), step_s)
+
+
+@pytest.mark.parametrize(
+    ("said", "late", "then"),
+    [
+        ([_timed(), _timed(step_s=None)], False, TIMING),
+        ([_timed(), _said()], False, TIMING),
+        ([_timed(settled=True), _timed(settled=True)], False, TIMING),
+        ([_timed(), replace(_timed(), name="b")], False, LOOKING),
+        ([_timed(), _timed(wants=True)], False, LOOKING),  # it has departed
+        ([_timed(), _timed(step_s=None)], True, LOOKING),
+    ],
+)
+def test_ranks_time_the_same_steps_and_not_for_ever(said: list[Said], late: bool, then: Phase) -> None:
+    assert _conclude(RANKS, [(TIMING, each) for each in said], late=late) is then
+
+
+def test_ranks_that_have_timed_their_steps_decide_again() -> None:
+    found = _conclude(RANKS, [(TIMING, _timed()), (TIMING, _timed())])
+    assert isinstance(found, Decision)
+    assert found.against is not None
 
 
 @pytest.mark.parametrize(
