@@ -1,7 +1,9 @@
 """Known: the records of one storage, searched when bytes are saved that may already have a record.
 
 A loop over slices of one storage makes thousands of records, so the search is a bisection. The keys are the tensor
-whose version counter a record shares, its version, and the engine that made it. Other tensors with the same bytes,
+whose version counter a record shares, its version, and the engine that made it. That tensor counts by its weak
+reference, of which there is one as long as a record holds it: another tensor may have the id of one that has died, and
+which does depends on whatever else the process allocates. Other tensors with the same bytes,
 whether they share its counter or not (Python cannot tell: `x.detach()`, `y.data = x`), find a record while its bytes
 have not moved.
 """
@@ -9,6 +11,7 @@ have not moved.
 from __future__ import annotations
 
 import math
+import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
 from itertools import islice
@@ -20,7 +23,7 @@ from io_backends import interrupts
 from .._torch.weights import MARK
 from .record import PENDING, Record, Remains
 
-# (id of the tensor, its version, id of the engine's deque of remains)
+# (id of the weak reference to the tensor, its version, id of the engine's deque of remains)
 _Key = tuple[int, int, int]
 # (begin, end, record), in bytes of the storage.
 _Range = tuple[int, int, Remains]
@@ -44,7 +47,7 @@ class Known:
 
     def find(self, root: Tensor, begin: int, end: int, owner: deque[Remains]) -> Record | None:
         """Find a record of `owner` with bytes `[begin, end)` of `root` at its current version; None without one."""
-        ranges = self._ranges.get((id(root), root._version, id(owner)))
+        ranges = self._ranges.get((id(weakref.ref(root)), root._version, id(owner)))
         if ranges is None:
             return None
         index = bisect_right(ranges, (begin, math.inf))
@@ -94,7 +97,7 @@ class Known:
     def add(self, record: Record) -> None:
         """Add a new record. It replaces records within its range and records that could not be joined."""
         begin, end = record.begin, record.end
-        ranges = self._ranges.setdefault((id(record.root()), record.saved_version, id(record.remains)), [])
+        ranges = self._ranges.setdefault((id(record.root), record.saved_version, id(record.remains)), [])
         first = stop = bisect_left(ranges, (begin,))
         while stop < len(ranges) and (ranges[stop][0] == begin or ranges[stop][1] <= end):
             stop += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ if not dist.is_available():
 pytest.importorskip("transformers")
 
 RANKS = 2
-MOST_ALIASES = 6  # of gathered inputs, beyond the first: one of gate and up, two of query, key and value, in two layers
 CPU = replace(DEVICES["h100"], like_cuda=False)
 
 
@@ -81,9 +79,4 @@ def test_a_forecast_rank_saves_what_the_engine_sees_of_a_real_one(way: str, scra
     assert len(forecast) > 20
     for saved, moved_bytes in ranks:
         assert moved_bytes == sum(saved)
-        # Tensors over one memory with version counters of their own, as gathered inputs of two layers, share a record
-        # only as long as it is not on its way out: on a busy machine some get one each.
-        more = Counter(saved) - Counter(forecast)
-        assert not Counter(forecast) - Counter(saved)
-        assert {*more} <= {*forecast}
-        assert sum(more.values()) <= MOST_ALIASES
+        assert saved == forecast

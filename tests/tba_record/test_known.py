@@ -8,6 +8,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -150,3 +151,21 @@ def test_tiny_slices_stay_unless_a_record_has_their_bytes(scratch: Path) -> None
         assert (stats.live_records, stats.duplicate_bytes) == (1, 256)
         assert stats.offloaded_bytes == x.nbytes
         del rows, whole, joined
+
+
+def test_a_tensor_that_has_the_id_of_a_dead_one_hides_no_record() -> None:
+    x, remains, known = torch.zeros(_NBYTES, dtype=torch.uint8), deque[Remains](), Known()
+    root = x.detach()
+    record = _record(root, 0, _NBYTES, remains)
+    known.add(record)
+    was, others = id(root), []
+    del root
+    for _ in range(1000):
+        other = x.detach()
+        if id(other) == was:
+            break
+        others.append(other)
+    else:
+        pytest.skip("no other tensor got the id")
+    assert known.find(other, 0, _NBYTES, remains) is None
+    assert known.find_alike(0, _NBYTES, remains, pending=True) is record
