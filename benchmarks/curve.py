@@ -217,7 +217,7 @@ SETS: Mapping[str, Set] = {
             *(Arm(name=PLAIN, compiled=1.0), replace(_nvme(), compiled=1.0)),
             *(Arm(name="plain, not compiled"), replace(_nvme(), name="nvme, not compiled")),
             *(Arm(name=f"activation_memory_budget {share}", compiled=share) for share in (0.8, 0.6, 0.4, 0.2)),
-            *(replace(_auto(share), compiled=1.0) for share in (0.25, 0.4, 0.55, 0.6, 0.7)),
+            *(replace(_auto(share), compiled=1.0) for share in (0.25, 0.4, 0.55, 0.6, 0.7, 0.85)),
         ),
         few=(PLAIN, NVME, "activation_memory_budget 0.4", "auto 0.40"),
         families=("gpt",),

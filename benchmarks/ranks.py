@@ -6,6 +6,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -34,11 +35,21 @@ _BUDGETS = (0.25, 0.5, 0.75)  # of what a rank saves
 
 @dataclass(frozen=True)
 class Way:
-    """One way to spread the model: a function of `_workload.parallel` ("": stages), and the ranks by dimension."""
+    """One way to spread the model: a function of `_workload.parallel` ("": stages), and the ranks by dimension.
+
+    Attributes:
+        needs: a package that this project does not install.
+    """
 
     wrap: str
     mesh: tuple[int, ...] = (2,)
     dimensions: tuple[str, ...] = ("data",)
+    needs: str = ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether what it needs is installed."""
+        return not self.needs or find_spec(self.needs) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +85,12 @@ WAYS: Mapping[str, Way] = {
     "tp-sp": Way("sequence_parallel"),
     "tp-fsdp2": Way("tensor_parallel_sharded", (2, 2), ("data", "tensor")),
     "pp-fsdp2": Way("", (2, 2), ("stage", "data")),
+    "zero3": Way("zero3", needs="deepspeed"),
 }
 
 
 def ranks(
-    way: Annotated[list[str] | None, typer.Option(help=f"{', '.join(WAYS)} (default: all).")] = None,
+    way: Annotated[list[str] | None, typer.Option(help=f"{', '.join(WAYS)} (default: all that are installed).")] = None,
     rate: Annotated[list[str] | None, typer.Option(help="Limit of each rank's link, the last for all others.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Examples of a step.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 8,
@@ -93,7 +105,10 @@ def ranks(
     run = Run(sizes=_SIZES, batch=batch, rounds=rounds, settings={}, **common)
     if quick:
         run = Run(sizes=_TINY, batch=2, rounds=1, settings={"min_tensor_bytes": 0}, **common)
-    chosen = {name: WAYS[name] for name in way or (list(WAYS)[1:2] if quick else WAYS)}
+    chosen = {name: WAYS[name] for name in way or (list(WAYS)[1:2] if quick else WAYS) if way or WAYS[name].runs}
+    for name, each in chosen.items():
+        if not each.runs:
+            raise typer.BadParameter(f"{name} needs {each.needs}, which is not installed: pip install {each.needs}")
     tables: list[Grid] = []
     bars: list[Bar] = []
     data: dict[str, Any] = {}
@@ -128,7 +143,8 @@ def _measure(way: Way, folder: Path, run: Run) -> tuple[dict[str, Measured], int
     def spec(name: str, **options: Any) -> Spec:
         own = folder / name
         own.mkdir()
-        trained = {**asdict(way), "sizes": asdict(run.sizes), "batch": run.batch}
+        spread = {"wrap": way.wrap, "mesh": way.mesh, "dimensions": way.dimensions}
+        trained = {**spread, "sizes": asdict(run.sizes), "batch": run.batch}
         return Spec(
             name=name, role="ranks:RanksArm", options={**trained, "folder": str(own), **options}, threads=run.threads
         )

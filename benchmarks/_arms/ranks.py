@@ -24,7 +24,7 @@ from .._processes.resident_memory import peak_bytes, reset_peak, resident_bytes
 from .._processes.serve import Tell
 from .._workload import parallel
 from .._workload.llama import Block, Llama, LlamaSizes, loss_of
-from .._workload.tools import gradient_hash, local
+from .._workload.tools import gradient_hash, local, tensor_hash
 
 _TIMEOUT_S = 600.0
 _MICRO_BATCHES = 2  # of a pipeline's step
@@ -36,7 +36,8 @@ class RanksOptions:
     """Options of the arm, sent to its process as JSON.
 
     Attributes:
-        wrap: the name of a function of `_workload.parallel`; "" for stages of a pipeline, each sharded.
+        wrap: the name of a function of `_workload.parallel`; "" for stages of a pipeline, each sharded; "zero3" for
+            DeepSpeed.
         mesh: the ranks, by the mesh's dimensions.
         dimensions: the names of these.
         sizes: the fields of `LlamaSizes`.
@@ -73,6 +74,7 @@ class Rank:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo", init_method=f"file://{o.folder}/meeting", rank=o.rank, world_size=ranks)
         self._pipeline: parallel.Pipeline | None = None
+        self._zero3: Any = None
         self.model = self._make()
         parameters = list(self.model.parameters())
         self.optimizer = torch.optim.SGD(parameters, lr=0.01)
@@ -91,7 +93,13 @@ class Rank:
         o = self.options
         mesh = init_device_mesh("cpu", tuple(o.mesh), mesh_dim_names=tuple(o.dimensions))
         sizes = LlamaSizes(**o.sizes)
-        if o.wrap:
+        if o.wrap == "zero3":
+            from .zero3 import Zero3
+
+            settings = None if o.tier is None else {"tier": o.tier, **self._settings()}
+            self._zero3 = Zero3(Llama(sizes), o.batch, settings, rank=o.rank, ranks=prod(o.mesh))
+            trained = self._zero3.module
+        elif o.wrap:
             model = Llama(sizes)
             wrap: parallel.Wrap = getattr(parallel, o.wrap)
             trained = wrap(model, mesh) or model
@@ -106,15 +114,20 @@ class Rank:
 
     def _enter_context(self) -> Any:
         o = self.options
+        if self._zero3 is not None:
+            return self._zero3.offload
         if o.tier is None:
             return None
         from tba import offload_context
 
+        return offload_context(self.model, o.tier, **self._settings()).__enter__()
+
+    def _settings(self) -> dict[str, Any]:
+        o = self.options
         folder = Path(o.folder, str(o.rank))
         folder.mkdir()
         own = o.own[o.rank] if o.own else {}
-        settings = {"storage_paths": folder, **o.settings, **own}
-        return offload_context(self.model, o.tier, **settings).__enter__()
+        return {"storage_paths": str(folder), **o.settings, **own}
 
     def turn(self, index: int) -> dict[str, Any]:
         """Take one step; return seconds, CPU seconds, peak over idle, loss, the gradients' hash, and the plan."""
@@ -126,9 +139,12 @@ class Rank:
         reset_peak()
         dist.barrier()
         begun_cpu_s, begun_s = time.process_time(), time.perf_counter()
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self._step(tokens)
-        self.optimizer.step()
+        if self._zero3 is not None:
+            loss = self._zero3.step(tokens)
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = self._step(tokens)
+            self.optimizer.step()
         ended_s, ended_cpu_s = time.perf_counter(), time.process_time()
         peak = peak_bytes()
         if self.offload is not None:
@@ -139,7 +155,10 @@ class Rank:
             "idle_bytes": self.idle_bytes,
             "peak_bytes": peak - self.idle_bytes,
             "loss": local(loss.detach()).item(),
-            "gradients_sha256": gradient_hash(self.model.parameters()),
+            # ZeRO-3 has no gradients left after a step.
+            "gradients_sha256": gradient_hash(self.model.parameters())
+            if self._zero3 is None
+            else tensor_hash(self._zero3.weights),
             "plan": self._plan(),
         }
 
@@ -172,7 +191,8 @@ class Rank:
     def close(self) -> dict[str, Any]:
         """Leave the context, and close the offloader."""
         if self.offload is not None:
-            self.offload.__exit__(None, None, None)
+            if self._zero3 is None:  # otherwise it is attached
+                self.offload.__exit__(None, None, None)
             self.offload.close()
         dist.barrier()  # nobody is gone while another still talks to it
         return {}

@@ -38,17 +38,21 @@ def empty_hooks() -> torch.autograd.graph.saved_tensors_hooks:
 
 
 def gradient_hash(parameters: Iterable[Tensor]) -> str:
-    """Hash the bytes of all gradients in the order of the parameters: the first 16 hex digits of a sha256.
+    """Hash the gradients of parameters, as `tensor_hash` does."""
+    return tensor_hash(parameter.grad for parameter in parameters if parameter.grad is not None)
 
-    On a device, sums of a gradient's bytes take its place: the host would need longer for the bytes than for a step. Of
-    a DTensor only the part counts that this rank holds.
+
+def tensor_hash(tensors: Iterable[Tensor]) -> str:
+    """Hash the bytes of all tensors, in their order: the first 16 hex digits of a sha256.
+
+    On a device, sums of a tensor's bytes take its place: the host would need longer for the bytes than for a step. Of a
+    DTensor only the part counts that this rank holds.
     """
     digest = hashlib.sha256()
-    for parameter in parameters:
-        if parameter.grad is not None:
-            found = local(parameter.grad.detach()).contiguous().view(-1)
-            found = found.view(torch.uint8) if found.is_cpu else sums(found).cpu().view(torch.uint8)
-            digest.update(memoryview(found.numpy()))
+    for tensor in tensors:
+        found = local(tensor.detach()).contiguous().view(-1)
+        found = found.view(torch.uint8) if found.is_cpu else sums(found).cpu().view(torch.uint8)
+        digest.update(memoryview(found.numpy()))
     return digest.hexdigest()[:16]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import nn
 
@@ -11,6 +12,7 @@ from .._blocks.watch import Places
 from .._group.decision import STEPS, Decision, Share
 from .._memory.ledger import Expected
 from .._plan.contest import Contest
+from .._plan.greedy import decide_moves, fitting
 from .._plan.plan import Plan
 from .course import Entry
 
@@ -73,6 +75,17 @@ class Kind:
         self.share = self.decision = None
         self.seconds = ()
         self.contest = Contest(over=self.contest.over)
+
+    def bind(self, decision: Decision) -> Plan:
+        """Be bound by what all ranks do; return the plan by it. What moves by the one that stands stays, if it can."""
+        plan, share, before = self.plan, self.share, self.decision
+        assert share is not None
+        if plan is None or before is None or plan.recomputed != decision.recomputed:
+            moves = partial(decide_moves, recomputed=decision.recomputed)
+            plan = fitting(moves, share.facts, share.budget_bytes)
+        self.wants, self.decision, self.seconds = False, decision, ()
+        self.contest = Contest(over=True)  # a rival would recompute other blocks
+        return replace(plan, agreed=decision.told, tried=decision.tried)
 
     def time(self, step_s: float) -> None:
         """Note what a step by the plan took."""

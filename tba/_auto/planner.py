@@ -54,7 +54,7 @@ from .._memory.pressure import release
 from .._plan import clock
 from .._plan.contest import Contest
 from .._plan.facts import OUTSIDE, Cap, Facts, Link
-from .._plan.greedy import decide, decide_moves, fitting
+from .._plan.greedy import decide, fitting
 from .._plan.plan import Measured, Plan
 from .._plan.prefix import prefix
 from .._plan.replan import Shown, follow_up, pace, stands
@@ -232,14 +232,7 @@ class Planner:
 
     def _bind(self, kind: Kind, decision: Decision) -> None:
         """Have a kind of step recompute what all ranks do."""
-        share, plan = kind.share, kind.plan
-        assert share is not None
-        if kind.decision is None or plan is None or plan.recomputed != decision.recomputed:
-            moves = partial(decide_moves, recomputed=decision.recomputed)
-            plan = fitting(moves, share.facts, share.budget_bytes)
-        kind.wants, kind.decision, kind.seconds = False, decision, ()
-        kind.contest = Contest(over=True)  # a rival would recompute other blocks
-        self._set(kind, replace(plan, agreed=decision.told, tried=decision.tried))
+        self._set(kind, kind.bind(decision))
 
     def _end_trials(self) -> None:
         """Go back to what was decided before a trial that ranks have not brought to an end."""

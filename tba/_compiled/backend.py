@@ -160,8 +160,8 @@ class CompileBackend:
             whole_bytes = whole_bytes or found.saved_bytes
             if best is None or candidate.rank < best.rank:
                 best = candidate
-            if best.fits and candidate.computing_s >= best.step_s:
-                break  # those to come compute more
+            if found.communicates or (best.fits and candidate.computing_s >= best.step_s):
+                break  # other ranks would have to choose alike; or those to come compute more
         assert best is not None
         return best, whole_bytes
 

@@ -6,11 +6,12 @@ import weakref
 from collections.abc import Callable
 from threading import RLock
 
-from torch import distributed, nn
+from torch import nn
 
 from .._config import OffloadConfig
 from .._plan.no_plan import NoPlan
 from .._stats import Counters, OffloadStats
+from .._torch.private import is_sharded
 from . import inductor
 from .backend import CompileBackend
 from .graph_plan import as_reason
@@ -55,12 +56,13 @@ class Served:
         return self._backend
 
     def _is_whole(self, module: nn.Module) -> bool:
-        """Whether a module is the model, on a CPU and in one process: others have not been tried."""
+        """Whether a module is the model, on a CPU and with all its weights on this rank: others have not been tried."""
         model = self._model()
         own = {} if model is None else {id(parameter): parameter for parameter in model.parameters()}
         found = sum(id(parameter) in own for parameter in module.parameters())
-        alone = not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
-        return bool(own) and found >= _WHOLE_SHARE * len(own) and alone and all(each.is_cpu for each in own.values())
+        if model is None or not own or found < _WHOLE_SHARE * len(own):
+            return False
+        return not is_sharded(model) and all(each.is_cpu for each in own.values())
 
     @property
     def plan(self) -> NoPlan | None:

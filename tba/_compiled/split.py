@@ -17,6 +17,8 @@ from torch.utils.flop_counter import flop_registry
 
 from .saved import Saved, find_saved, hint
 
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")  # namespaces of operators
+
 # PyTorch has no formulas for the attention of a CPU, which computes as much as that of a GPU.
 _aten = torch.ops.aten
 _LIKE: dict[Any, Any] = {
@@ -35,6 +37,7 @@ class Split:
         saved: what can move, in the order it is made.
         kept_bytes: of the saved tensors that cannot.
         forward_flops, backward_flops: floating-point operations of matrix products, convolutions and attention.
+        communicates: ranks exchange data in forward.
     """
 
     forward: Any
@@ -44,6 +47,7 @@ class Split:
     kept_bytes: int
     forward_flops: int
     backward_flops: int
+    communicates: bool = False
 
     @staticmethod
     def of(modules: tuple[Any, Any], share: float, output_count: int, least_bytes: int, *, from_hosts: bool) -> Split:
@@ -68,6 +72,7 @@ class Split:
             kept_bytes=kept_bytes,
             forward_flops=flops_of(forward.graph),
             backward_flops=flops_of(backward.graph),
+            communicates=any(getattr(node.target, "namespace", "") in _COLLECTIVES for node in forward.graph.nodes),
         )
 
     @property

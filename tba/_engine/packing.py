@@ -416,8 +416,8 @@ def _root(tensor: Tensor) -> Tensor:
 
 def _first(packed: Packed) -> Record | Tensor | Shell:
     """Return the record that a tensor is packed in, or what stays. Of a wrapper, that of its only inner tensor."""
-    while type(packed[0]) is Shell and len(packed[1]) == 1:  # type: ignore[arg-type]
-        (packed,) = packed[1]  # type: ignore[misc]
+    while type(packed[0]) is Shell and len(packed[1]) == 1:
+        (packed,) = packed[1]
     return packed[0]
 
 

@@ -6,8 +6,8 @@ rank's second run was not the same recomputes on none. So what fits there fits o
 rank's own matter (`decide_moves`): no other rank can tell whether it did.
 
 A model of one rank's step does not foresee that waits of ranks add up, as each waits for the others. So they time a few
-steps by what they have decided, and a few by another choice of blocks, if that is not predicted to take much longer; the
-faster one stays (`after_steps`).
+steps by what they have decided, and a few by another choice of blocks, if that is not predicted to take much longer.
+The faster one stays (`after_steps`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def after_steps(decision: Decision, shares: Sequence[Share], seconds: Sequence[f
         return _rival(decision, shares, step_s) or replace(decision, settled=True)
     times = f"{step_s:.3f} s a step, not {before_s:.3f} s"
     if step_s < _FASTER * before_s:
-        return replace(decision, against=None, settled=True, tried=f"{_words(decision)} was tried, and stays: it takes {times}")
+        tried = f"{_words(decision)} was tried, and stays: it takes {times}"
+        return replace(decision, against=None, settled=True, tried=tried)
     return replace(before, settled=True, tried=f"{_words(decision)} was tried for {STEPS} steps: it took {times}")
 
 

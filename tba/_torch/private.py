@@ -18,7 +18,7 @@ from types import BuiltinMethodType, CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, Function
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
@@ -506,6 +506,14 @@ def is_shard(tensor: Tensor) -> bool:
     if module is None or not isinstance(tensor, module.DTensor):
         return False
     return not any(placement.is_partial() for placement in tensor.placements)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ranks hold parts of a model's weights: FSDP1, FSDP2, tensor parallelism, ZeRO-3."""
+    module = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, there is no FSDP
+    if module is not None and any(isinstance(each, module.FullyShardedDataParallel) for each in model.modules()):
+        return True
+    return any(is_wrapper(each) or hasattr(each, "ds_id") for each in model.parameters())
 
 
 def process_groups() -> list[Any] | None:

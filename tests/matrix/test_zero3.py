@@ -22,7 +22,7 @@ from support.ranks import BLOCKS, Llama, batch
 from tba._blocks.communication import Communication
 
 LIMIT_S = 300
-STEPS = 9  # of which the first four have agreed, and DeepSpeed has noted the order of modules in those after them
+STEPS = 15  # of which the first ten have agreed and timed, and DeepSpeed has noted the order of modules in those after
 # Whether DeepSpeed holds what it has gathered for as long as it can, and gathers ahead; or not at all.
 EAGER = {"stage3_param_persistence_threshold": 0}
 LAZY = EAGER | {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}

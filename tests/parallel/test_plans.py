@@ -30,12 +30,12 @@ from benchmarks._workload.parallel import (
     tensor_parallel,
     with_dtensor_outputs,
 )
+from io_backends import Ticket
 from support.clock import RATE, Counted, put
 from support.engine import give_up_soon
 from support.exactness import assert_bit_equal
 from support.parallel import maker
 from support.ranks import BLOCKS, Llama, Step, batch, plain_step, process_group, start, train
-from io_backends import Ticket
 from tba import Offloader, OffloadError, attach, offload_context
 from tba._blocks.communication import Communication
 from tba._plan.clock import Carried
@@ -59,6 +59,7 @@ WRAPS: dict[
 BUDGETS = 240_000, 2**30  # rank 1 has room for everything: alone it would plan nothing
 RATES = "1MB", "8MB"
 AGREED = 3  # the first step by a plan
+TIMING = 5  # one by it that is timed
 STEPS, PLANNED = 14, 12  # the steps before have agreed, and timed two choices
 LONG = 20  # steps, in which those that have departed ask again
 
@@ -215,6 +216,7 @@ def _one_goes_another_way(rank: int, how: str, folder: str) -> None:
     with process_group(rank, 2, folder), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         mesh = init_device_mesh("cpu", (2,))
+        planned = TIMING if how == "departs early" else PLANNED
         given_up = Path(folder) / "given up"
 
         def run(offload: Offloader | None, model: Any) -> list[Any]:
@@ -223,11 +225,11 @@ def _one_goes_another_way(rank: int, how: str, folder: str) -> None:
 
             def step(number: int) -> list[Tensor]:
                 tokens = batch(number)
-                if rank == 1 and how == "departs" and number == PLANNED:
+                if rank == 1 and how.startswith("departs") and number == planned:
                     hooks.append(model.norm.register_forward_hook(more))
                 elif hooks:
                     hooks.pop().remove()
-                if number == PLANNED and offload is not None:
+                if number == planned and offload is not None:
                     meddle(offload)
                 with Communication() as communication:
                     loss = loss_of(model(tokens), tokens)
@@ -273,10 +275,10 @@ def _one_goes_another_way(rank: int, how: str, folder: str) -> None:
         counts: list[Any] = [None, None]
         dist.all_gather_object(counts, exchanges)
         assert counts[0] == counts[1]
-        assert exchanges[PLANNED - 1] > least
+        assert exchanges[planned - 1] > least
         texts = [str(each.message) for each in warned if "ranks do not agree on a plan any more" in str(each.message)]
-        if how == "departs":  # from the next step on; and they agree anew
-            assert exchanges[PLANNED] > exchanges[PLANNED + 1] == least
+        if how.startswith("departs"):  # from the next step on; and they agree anew
+            assert exchanges[planned] > exchanges[planned + 1] == least
             assert exchanges[-1] > least
             assert not texts
         else:
@@ -287,6 +289,6 @@ def _one_goes_another_way(rank: int, how: str, folder: str) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["departs", "leaves", "is late", "is killed"])
+@pytest.mark.parametrize("how", ["departs", "departs early", "leaves", "is late", "is killed"])
 def test_ranks_fall_back_together_where_one_goes_another_way(how: str, scratch: Path) -> None:
     start(_one_goes_another_way, str(scratch), how, ranks=2)

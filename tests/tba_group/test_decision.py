@@ -76,7 +76,8 @@ def _decided(*shares: Share) -> Decision:
 def test_ranks_whose_steps_take_what_they_should_try_nothing() -> None:
     shares = [_share(share=0.6), _share(share=0.5)]
     decision = _decided(*shares)
-    assert not (decision.recomputed or decision.settled)
+    assert not decision.recomputed
+    assert not decision.settled
     foreseen_s = decide_moves(shares[1].facts, shares[1].budget_bytes, decision.recomputed).predicted.step_s
     assert after_steps(decision, shares, [foreseen_s, foreseen_s]) == replace(decision, settled=True)
 
@@ -107,10 +108,9 @@ def test_recomputed_blocks_are_tried_against_moving_too() -> None:
     trial = after_steps(decision, shares, [2 * moves_s] * 2)
     assert trial.against == decision
     assert trial.recomputed != decision.recomputed
-    assert trial.recomputed == min(
-        (decide(shares[0].facts, shares[0].budget_bytes, **way) for way in ({"moves": False}, {"recomputes": False})),
-        key=lambda plan: plan.predicted.step_s,
-    ).recomputed
+    facts, budget_bytes = shares[0].facts, shares[0].budget_bytes
+    others = [decide(facts, budget_bytes, moves=False), decide(facts, budget_bytes, recomputes=False)]
+    assert trial.recomputed == min(others, key=lambda plan: plan.predicted.step_s).recomputed
 
 
 def test_where_all_fits_there_is_nothing_to_be_timed() -> None:
