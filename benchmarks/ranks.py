@@ -188,6 +188,8 @@ def _table(way: str, arms: Mapping[str, Measured], saved_bytes: int) -> Grid:
 
     note = f"Each rank saves {mib(saved_bytes)} MiB. Seconds: of the slowest rank; CPU seconds: of "
     note += f"all. Peak: of the rank that needs most, over idle. {equal_text(list(arms.values()))}"
+    if way == "zero3":
+        note += " (of weights after the step, in place of gradients)"
     told = [f"{name}: {_agreed(arm)}" for name, arm in arms.items() if arm.moved]
     return arm_table(
         way,

@@ -14,8 +14,8 @@
 Guarantees:
 
 1. All ranks pass from one to the next in the same forward of theirs.
-2. Blocks that communicate recompute in a forward (`together`) only if all ranks have come to it and will do so. A rank
-   that departs from the plan says so where its next forward begins, and all others depart from it there.
+2. Blocks that communicate recompute in a forward (`together`) only if all ranks have come to it and will recompute the
+   same. A rank that departs from the plan says so where its next forward begins, and all others depart from it there.
 3. One rank alone, or one whose forward exchanges nothing, looks at no store.
 
 Assumption: ranks that exchange data in the model's forward call it equally often.
@@ -33,7 +33,7 @@ from .._group.decision import Decision, Share, after_steps, decide_together
 
 _OFTEN = 8  # forwards, at each of which ranks look; then at ever fewer, and at least every so often
 _SELDOM = 256
-_MOST_TIMED = 32  # forwards, in which steps are timed: those of other kinds may come between
+_MOST_TIMED = 256  # forwards spent on timing one choice, including those of other kinds of steps
 _MOST_ATTEMPTS = 8  # after which ranks do not look any more: their steps are never alike, or depart again and again
 
 
@@ -61,6 +61,7 @@ class Said:
         share: what it has seen of a step with these blocks; None before.
         decision: that it follows; None without one.
         step_s: its fastest step by that; None while it still times them.
+        amid: it is in the midst of a step of several forwards.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Said:
     share: Share | None
     decision: Decision | None = None
     step_s: float | None = None
+    amid: bool = False
 
 
 class Joint:
@@ -118,7 +120,7 @@ class Joint:
             return ALONE
         self._agreement.tidy()
         if isinstance(found, Decision):
-            self.phase = LOOKING if found.settled else TIMING
+            self.phase, self._timed = LOOKING if found.settled else TIMING, 0
             self._binds = self._binds or bool(found.joint)
             return found
         self.phase = found
@@ -136,15 +138,18 @@ class Joint:
         often = forwards <= _OFTEN or not forwards & (forwards - 1) or not forwards % _SELDOM
         return often and self._attempts < _MOST_ATTEMPTS
 
-    def carry_out(self, *, joint: bool) -> bool:
-        """Begin a forward by a plan with blocks that communicate, if it is a `joint` one; False if others do not."""
+    def carry_out(self, which: str | None) -> bool:
+        """Begin a forward in which blocks that communicate recompute; False if others do not recompute the same.
+
+        `which`: names the kind of step and its blocks; None if this rank recomputes none of them.
+        """
         self.together = False
         if self._agreement is None or not self._binds or self.phase is ALONE:
-            return not joint
+            return which is None
         name = f"{self._forwards}/all"
-        if not joint:
+        if which is None or not self._agreement.is_alike(f"{self._forwards}/which", which):
             self._agreement.refuse(name)
-            return True
+            return which is None
         self.together = self._agreement.all_in(name)
         if self.together:
             self._agreement.tidy()
@@ -183,6 +188,8 @@ class Joint:
 def _conclude(ranks: tuple[int, ...], said: list[tuple[Phase, Said]], *, late: bool = False) -> Phase | Decision:
     """Conclude what comes next from what all ranks have said, in their order. `late`: to time more steps. Pure."""
     phase, all_said = said[0][0], [each for _, each in said]
+    if phase is TIMING and any(each.amid for each in all_said):
+        return TIMING  # nothing changes within a step
     if len({(each, one.name) for each, one in said}) > 1:
         return LOOKING
     if phase is LOOKING:
@@ -196,7 +203,7 @@ def _conclude(ranks: tuple[int, ...], said: list[tuple[Phase, Said]], *, late: b
             return LOOKING
         seconds = [each.step_s for each in all_said if each.step_s is not None]
         decision = all_said[0].decision
-        if decision is None or decision.settled or len(seconds) < len(all_said):
+        if decision is None or decision.settled or not len(seconds) == len(shares) == len(all_said):
             return TIMING
         return after_steps(decision, shares, seconds)
     return TRYING if len(shares) < len(all_said) else decide_together(ranks, shares) or LOOKING

@@ -37,7 +37,7 @@ class Kind:
         contest: of its plan and another.
         contests: how many there have been.
         wants: it did not fit, so that a plan is wanted that all ranks agree on.
-        share: what this rank says about it to the others, once they ask: as it was before they planned.
+        share: what this rank tells the others about it: the step as first seen, with the link and budget of now.
         decision: which blocks all ranks recompute, by their agreement; None without one.
         seconds: that the first steps by the plan took.
         slower: times slower than it carries that the link counts as, since more is waited for it than plans foresee.
@@ -77,7 +77,7 @@ class Kind:
         self.contest = Contest(over=self.contest.over)
 
     def bind(self, decision: Decision) -> Plan:
-        """Be bound by what all ranks do; return the plan by it. What moves by the one that stands stays, if it can."""
+        """Adopt the ranks' decision; return the plan for it. If the same blocks recompute, the same moves stay."""
         plan, share, before = self.plan, self.share, self.decision
         assert share is not None
         if plan is None or before is None or plan.recomputed != decision.recomputed:
@@ -94,7 +94,7 @@ class Kind:
 
     @property
     def fastest_s(self) -> float | None:
-        """What the fastest of the first steps by the plan took, but for the very first; None until they have run."""
+        """Seconds of the fastest of the first steps by the plan, not counting the very first; None until they ran."""
         return min(self.seconds[1:]) if len(self.seconds) == STEPS else None
 
     def expected(self, *, tries: bool) -> Expected:

@@ -184,7 +184,7 @@ class Planner:
     def depart(self, departs: bool) -> None:
         """Note that the step under way cannot be followed any more; if it `departs`, that it is another one."""
         self.follows, self._seen().departed = False, True
-        self._spoilt = not departs
+        self._spoilt = self._spoilt or not departs
 
     # -- around the model's forward --------------------------------------------------------------------------------
 
@@ -202,8 +202,10 @@ class Planner:
         if joint.begin_forward():
             blocks = self._paths(kind) if joint.phase is SURVEYING else None
             step_s = kind.fastest_s if joint.phase is TIMING else None
-            share = kind.share if joint.phase is TRYING or step_s is not None else None  # it is large
-            new = joint.meet(Said(repr(key), kind.wants, blocks, share, kind.decision, step_s))
+            tells = step_s is not None or (joint.phase is TRYING and kind.decision is None)
+            share = kind.share if tells else None  # it is large
+            amid = self._now is not None
+            new = joint.meet(Said(repr(key), kind.wants, blocks, share, kind.decision, step_s, amid))
         with self._lock:
             if isinstance(new, Decision):
                 self._bind(kind, new)
@@ -211,9 +213,11 @@ class Planner:
                 kind.end_plan()
                 kind.blocks = False
                 self._candidates(kind)
-            elif new is LOOKING:
+            elif new in (LOOKING, ALONE):
                 self._end_trials()
-        stands = joint.carry_out(joint=kind.decision is not None and bool(kind.decision.joint))
+            together = kind.decision is not None and bool(kind.decision.joint)
+            which = repr((key, kind.decision and sorted(kind.decision.recomputed)))
+        stands = joint.carry_out(which if together else None)
         with self._lock:
             if not stands:
                 self._fall_back(self._kinds.values() if joint.phase is ALONE else (kind,))
@@ -603,8 +607,10 @@ class Planner:
             kind.time(step_s)
         self._set(kind, new)
         if (share := kind.share) is not None:
-            # That steps compute more slowly than they did may be others' waiting, which another plan would not have.
-            kind.share = replace(share, facts=replace(share.facts, link=new.facts.link), budget_bytes=budget_bytes)
+            # Slower computation may be time spent waiting for other ranks, which another plan would avoid: the pace
+            # stays as it was first seen.
+            facts = replace(share.facts, link=new.facts.link, cap=new.facts.cap)
+            kind.share = replace(share, facts=facts, budget_bytes=budget_bytes)
 
     def _decide(self, facts: Facts, budget_bytes: int, before: Plan | None = None) -> Plan:
         """Decide on a step; in the way that the plan before was made, which may have won a contest, if that fits."""
@@ -612,7 +618,7 @@ class Planner:
             return prefix(facts, budget_bytes)
         if before is not None and before.decide is not None:
             if before.agreed:  # other ranks recompute the same
-                return replace(fitting(before.decide, facts, budget_bytes), agreed=before.agreed)
+                return replace(fitting(before.decide, facts, budget_bytes), agreed=before.agreed, tried=before.tried)
             if (plan := before.decide(facts, budget_bytes)).fits:
                 return plan
         return fitting(decide, facts, budget_bytes)

@@ -62,7 +62,7 @@ class Served:
         found = sum(id(parameter) in own for parameter in module.parameters())
         if model is None or not own or found < _WHOLE_SHARE * len(own):
             return False
-        return not is_sharded(model) and all(each.is_cpu for each in own.values())
+        return not (is_sharded(model) or is_sharded(module)) and all(each.is_cpu for each in own.values())
 
     @property
     def plan(self) -> NoPlan | None:

@@ -72,13 +72,19 @@ class Split:
             kept_bytes=kept_bytes,
             forward_flops=flops_of(forward.graph),
             backward_flops=flops_of(backward.graph),
-            communicates=any(getattr(node.target, "namespace", "") in _COLLECTIVES for node in forward.graph.nodes),
+            communicates=_communicates(forward),
         )
 
     @property
     def saved_bytes(self) -> int:
         """What the graph saves, without its inputs and outputs."""
         return self.kept_bytes + sum(each.nbytes for each in self.saved)
+
+
+def _communicates(module: Any) -> bool:
+    """Whether ranks exchange data in a module's graph, or in one within it."""
+    graphs = (each.graph for each in module.modules() if hasattr(each, "graph"))
+    return any(getattr(node.target, "namespace", "") in _COLLECTIVES for graph in graphs for node in graph.nodes)
 
 
 def flops_of(graph: Graph) -> int:

@@ -31,6 +31,7 @@ from .._record.user_code import Detached
 from .._record.view import View, span
 from .._stats import Counters
 from .._torch.private import (
+    DisableTorchFunction,
     current_graph_task_id,
     gives_lengths,
     graph_is_kept,
@@ -229,7 +230,8 @@ class Packing:
 
     def _within(self, tensor: Tensor) -> tuple[Tensor, Stays | Sighting]:
         """Return the tensor that a step looks at for an odd one, and what it is: of a DTensor, its local tensor."""
-        inner = only_inner(tensor)
+        with DisableTorchFunction():
+            inner = only_inner(tensor)
         return (tensor, ODD) if inner is None else (inner, recognise(inner, self._sizes, self._chains, casts=False))
 
     def _full(self, tensor: Tensor, seen: Stays | Sighting, within: Within | None) -> Packed:

@@ -104,6 +104,12 @@ class Agreement:
             self._lose("another rank has left, or has waited too long")
         return bool(found == count)
 
+    def is_alike(self, name: str, said: str) -> bool:
+        """Whether the first member to come here has said the same. Waits for nobody."""
+        if self.lost:
+            return False
+        return bool(self._store.compare_set(self._key(name), "", said).decode() == said)
+
     def refuse(self, name: str) -> None:
         """Let a meeting fail for all, and do not wait for it."""
         if not self.lost:

@@ -5,9 +5,9 @@ bytes, with the least budget of all, the slowest link, and the longest second ru
 rank's second run was not the same recomputes on none. So what fits there fits on each rank. What moves is then each
 rank's own matter (`decide_moves`): no other rank can tell whether it did.
 
-A model of one rank's step does not foresee that waits of ranks add up, as each waits for the others. So they time a few
-steps by what they have decided, and a few by another choice of blocks, if that is not predicted to take much longer.
-The faster one stays (`after_steps`).
+A model of one rank's step does not account for ranks waiting on each other. So they time a few steps by what they have
+decided, and a few by another choice of blocks, if that is not predicted to take much longer. It replaces the first if
+it is clearly faster (`after_steps`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from .._plan.facts import Block, Facts, Link
-from .._plan.greedy import decide, fitting
+from .._plan.greedy import decide, decide_moves, fitting
 from .._plan.plan import Plan
 from .._text import numbers, short
 
@@ -90,7 +90,10 @@ def _rival(decision: Decision, shares: Sequence[Share], step_s: float) -> Decisi
     near = [
         plan
         for plan in plans
-        if plan.fits and plan.recomputed != decision.recomputed and plan.predicted.step_s <= _NEAR * step_s
+        if plan.fits
+        and plan.recomputed != decision.recomputed
+        and plan.predicted.step_s <= _NEAR * step_s
+        and all(decide_moves(each.facts, each.budget_bytes, plan.recomputed).fits for each in shares)
     ]
     best = min(near, key=lambda plan: plan.predicted.step_s, default=None)
     if best is None:

@@ -513,7 +513,13 @@ def is_sharded(model: nn.Module) -> bool:
     module = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, there is no FSDP
     if module is not None and any(isinstance(each, module.FullyShardedDataParallel) for each in model.modules()):
         return True
-    return any(is_wrapper(each) or hasattr(each, "ds_id") for each in model.parameters())
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return any(
+        hasattr(each, "ds_id")  # ZeRO-3
+        or getattr(each, "_fsdp_flattened", False)
+        or (tensors is not None and isinstance(each, tensors.DTensor))
+        for each in model.parameters()
+    )
 
 
 def process_groups() -> list[Any] | None:

@@ -210,6 +210,38 @@ def test_ranks_that_wait_for_each_other_try_recomputing_together_and_stay_with_i
     start(_waits_add_up, str(scratch), ranks=2)
 
 
+def _two_kinds(rank: int, folder: str) -> None:
+    with process_group(rank, 2, folder):
+        make = maker(tensor_parallel)
+
+        def run(model: nn.Module, context: Any) -> list[Any]:
+            def step(number: int) -> list[Tensor]:
+                tokens = batch(number)[:, : 16 - 4 * (number % 2)]
+                loss = loss_of(model(tokens), tokens)
+                loss.backward()
+                return [loss]
+
+            return train(model, step, context, 48)
+
+        plain = run(make(), nullcontext())
+        model = make()
+        offload = offload_context(model, "auto", **_settings(0, folder, memory_budget=160_000))
+        assert_bit_equal(run(model, offload), plain, f"rank {rank}:")
+        assert offload._saver.planner is not None
+        decided = [kind.decision for kind in offload._saver.planner._kinds.values() if kind.plan is not None]
+        assert [each is not None and bool(each.recomputed) for each in decided] == [True, True]
+        every: list[Any] = [None, None]
+        dist.all_gather_object(every, decided)
+        assert every[0] == every[1]
+        offload.close()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_ranks_agree_on_each_of_two_kinds_of_steps(scratch: Path) -> None:
+    start(_two_kinds, str(scratch), ranks=2)
+
+
 def _one_goes_another_way(rank: int, how: str, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -54,6 +54,18 @@ def test_a_rank_that_refuses_lets_one_meeting_fail_for_all() -> None:
     assert _each(main) == [(True, False)] * RANKS
 
 
+def test_ranks_that_would_do_different_things_do_not_meet() -> None:
+    def main(rank: int, agreement: Agreement) -> Any:
+        alike = agreement.is_alike("which", "this" if rank else "that")
+        if not alike:
+            agreement.refuse("one")
+        met = alike and agreement.all_in("one")
+        assert agreement.is_alike("then", "this")
+        return met, agreement.all_in("two")
+
+    assert _each(main) == [(False, True)] * RANKS
+
+
 @pytest.mark.parametrize("how", ["is late", "leaves"])
 def test_a_rank_that_is_late_or_leaves_ends_the_agreement_for_all(how: str) -> None:
     done: list[int] = []

@@ -137,6 +137,8 @@ def _timed(share: float = 0.5, *, step_s: float | None = 9.0, settled: bool = Fa
         ([_timed(), replace(_timed(), name="b")], False, LOOKING),
         ([_timed(), _timed(wants=True)], False, LOOKING),  # it has departed
         ([_timed(), _timed(step_s=None)], True, LOOKING),
+        ([replace(_timed(), amid=True), _timed()], True, TIMING),
+        ([replace(_timed(), amid=True), replace(_timed(wants=True), amid=True)], False, TIMING),
     ],
 )
 def test_ranks_time_the_same_steps_and_not_for_ever(said: list[Said], late: bool, then: Phase) -> None:
@@ -179,6 +181,6 @@ def test_a_rank_that_exchanges_nothing_looks_at_no_store(monkeypatch: pytest.Mon
     joint = Joint("Net", 60.0)
     for _ in range(3):
         assert not joint.begin_forward()
-        assert joint.carry_out(joint=False)
+        assert joint.carry_out(None)
         joint.end_forward()
     assert joint.phase is ALONE
