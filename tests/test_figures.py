@@ -39,6 +39,8 @@ NAMES = {
     "memory_budget 55%": "auto 0.55",
     "memory_budget 70%": "auto 0.70",
     "memory_budget 75%": "auto 0.75",
+    "memory_budget 85%": "auto 0.85",
+    'tier="nvme", not compiled': "nvme, not compiled",
     "plain, compiled": "plain",
     "memory_budget of 40%": "tba auto 0.40",
     "memory_budget of 40% of what a plain step saves": "tba auto 0.40",
