@@ -31,7 +31,7 @@ from .._blocks.communication import Communication
 from .._group.agreement import Agreement, Ballot
 from .._group.decision import Decision, Share, after_steps, decide_together
 
-_OFTEN = 8  # forwards, at each of which ranks look; then at ever fewer, and at least every so often
+_OFTEN = 8  # forwards, at each of which ranks look; then at two in a row ever fewer times, and at least every so often
 _SELDOM = 256
 _MOST_TIMED = 256  # forwards spent on timing one choice, including those of other kinds of steps
 _MOST_ATTEMPTS = 8  # after which ranks do not look any more: their steps are never alike, or depart again and again
@@ -135,7 +135,9 @@ class Joint:
         return self._agreement is not None and self._agreement.form(self._peers)
 
     def _is_due(self, forwards: int) -> bool:
-        often = forwards <= _OFTEN or not forwards & (forwards - 1) or not forwards % _SELDOM
+        # Two in a row, as two kinds of steps may take turns.
+        either = (forwards, forwards - 1)
+        often = forwards <= _OFTEN or any(not each & (each - 1) or not each % _SELDOM for each in either)
         return often and self._attempts < _MOST_ATTEMPTS
 
     def carry_out(self, which: str | None) -> bool:
