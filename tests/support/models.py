@@ -39,6 +39,17 @@ class Around(nn.Module):
         return self.inner(x) + 1  # type: ignore[no-any-return]
 
 
+class Residual(nn.Module):
+    """Two linear layers beside a residual path."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.other(self.one(x).sigmoid()).tanh()
+
+
 class RMSNorm(nn.Module):
     """A norm that is written in Python, which lossy presets know by its class."""
 

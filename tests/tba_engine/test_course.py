@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from support.exactness import assert_bit_equal
+from support.models import Residual
 from support.planned import gradients, records
 from tba import Offloader
 from tba._auto.course import SMALL, Course, Entry
@@ -19,22 +20,13 @@ ROWS, WIDTH, LAYERS = 64, 64, 8
 LAYER_BYTES = ROWS * WIDTH * 4
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.other(self.one(x).sigmoid()).tanh()
-
-
 class Model(nn.Module):
     """Layers, and as many more sines in the middle of them as its attribute says."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Residual(WIDTH) for _ in range(LAYERS))
         self.sines = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +60,7 @@ def followed(auto: Auto) -> Callable[..., tuple[Model, Offloader]]:
 
     def make(layers: int = 20, **settings: Any) -> tuple[Model, Offloader]:
         model = Model()
-        offload = auto(model, memory_budget=layers * LAYER_BYTES, blocks=Layer, **settings)
+        offload = auto(model, memory_budget=layers * LAYER_BYTES, blocks=Residual, **settings)
         for seed in range(20):
             _step(model, offload, seed)
             if _course(offload) is not None:
@@ -172,7 +164,7 @@ def test_a_traced_step_has_all_itsrecords(followed: Callable[..., tuple[Model, O
 
 def test_a_default_device_leaves_plans_alone(auto: Auto) -> None:
     model, plain = Model(), Model()
-    offload = auto(model, memory_budget=20 * LAYER_BYTES, blocks=Layer)
+    offload = auto(model, memory_budget=20 * LAYER_BYTES, blocks=Residual)
     with torch.device("cpu"):  # a mode of torch functions
         for seed in range(10):
             assert_bit_equal(_step(model, offload, seed), _step(plain, None, seed))

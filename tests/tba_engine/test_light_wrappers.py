@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from support.exactness import assert_bit_equal
+from support.models import Residual
 from support.planned import gradients, records
 from tba import Offloader
 
@@ -24,22 +25,13 @@ Auto = Callable[..., Offloader]
 Wrap = Callable[[Tensor], Tensor]
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.other(self.one(x).sigmoid()).tanh()
-
-
 class Model(nn.Module):
     """Layers over a wrapped input; in the middle of them as many sines as its attribute says."""
 
     def __init__(self, wrap: Wrap) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Residual(WIDTH) for _ in range(LAYERS))
         self.wrap = wrap
         self.sines = 0
         self.between: Callable[[Tensor], object] = lambda _: None
