@@ -3,9 +3,8 @@
 A loop over slices of one storage makes thousands of records, so the search is a bisection. The keys are the tensor
 whose version counter a record shares, its version, and the engine that made it. That tensor counts by its weak
 reference, of which there is one as long as a record holds it. Its own id is reused once it has died, so an id would
-match depending on unrelated allocations. Other tensors with the same bytes,
-whether they share its counter or not (Python cannot tell: `x.detach()`, `y.data = x`), find a record while its bytes
-have not moved.
+match depending on unrelated allocations. Other tensors with the same bytes, whether they share its counter or not
+(Python cannot tell: `x.detach()`, `y.data = x`), find a record while its bytes have not moved.
 """
 
 from __future__ import annotations

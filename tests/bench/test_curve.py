@@ -79,14 +79,16 @@ def test_a_slow_link_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_compiled_model_moves_by_a_budget_beside_pytorchs_own(tmp_path: Path) -> None:
+def test_a_compiled_model_moves_by_a_budget_beside_pytorchs_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TBA_DERIVE", "0")  # whether it moves or recomputes else depends on what both cost here
     curve = run_curve(tmp_path, "--arms", "compiled")
     arms = curve["arms"]
     assert arms.keys() == {"plain", "nvme", "activation_memory_budget 0.4", "auto 0.40"}
-    # Whether the budget is met by moving or by recomputing depends on what both cost on this machine.
-    assert arms["nvme"]["moved"]["written_bytes"] > arms["auto 0.40"]["moved"]["written_bytes"]
+    assert arms["nvme"]["moved"]["written_bytes"] > arms["auto 0.40"]["moved"]["written_bytes"] > 0
     bars = {bar["what"]: bar for bar in curve["bars"]}
-    assert bars["gpt, batch 2: auto 0.40: held / budget"]["measured"] > 0
+    assert bars["gpt, batch 2: auto 0.40: held / budget"]["met"] is True
 
 
 def test_arms_of_a_card() -> None:
