@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from functools import partial
 from threading import RLock
@@ -107,15 +107,18 @@ class CompileBackend:
         """What becomes of what each graph saves that it has compiled for training, in the order of compilation."""
         return tuple(self._plans)
 
-    def partition(self, split: Callable[[], tuple[Any, Any]], output_count: int) -> tuple[Any, Any]:
+    def partition(
+        self, split: Callable[[], tuple[Any, Any]], output_count: int, lasting: Container[int] | None
+    ) -> tuple[Any, Any]:
         """Split a graph into forward and backward, and place the operators that move what it saves.
 
         Args:
             split: PyTorch's partitioner.
             output_count: how many outputs of the forward graph are not saved tensors.
+            lasting: which of its inputs are weights and buffers; None if that is not known.
         """
         budget_bytes = self._budget_bytes()
-        chosen, whole_bytes = self._chosen(split, output_count, budget_bytes)
+        chosen, whole_bytes = self._chosen(split, output_count, lasting, budget_bytes)
         best, choice = chosen.split, chosen.choice
         moved = [best.saved[number] for number in choice.moved]
         moved_bytes = sum(each.nbytes for each in moved)
@@ -142,7 +145,11 @@ class CompileBackend:
         return best.forward, best.backward
 
     def _chosen(
-        self, split: Callable[[], tuple[Any, Any]], output_count: int, budget_bytes: int | None
+        self,
+        split: Callable[[], tuple[Any, Any]],
+        output_count: int,
+        lasting: Container[int] | None,
+        budget_bytes: int | None,
     ) -> tuple[Candidate, int]:
         """Find the way to split a graph that costs the step least within the budget; and what it saves without one."""
         settings, prices = inductor.config("_functorch"), prices_of(self.config)
@@ -154,7 +161,12 @@ class CompileBackend:
             with settings.patch(activation_memory_budget=share):
                 modules = split()
             found = Split.of(
-                modules, share, output_count, self.config.min_tensor_bytes, from_hosts=self.config.tier != "cpu"
+                modules,
+                share,
+                output_count,
+                lasting,
+                self.config.min_tensor_bytes,
+                from_hosts=self.config.tier != "cpu",
             )
             candidate = Candidate.of(found, budget_bytes, self._carrier.mover.limits, prices)
             whole_bytes = whole_bytes or found.saved_bytes
@@ -226,7 +238,8 @@ def _partitioner() -> Any:
         def __call__(self, module: Any, inputs: Any, **settings: Any) -> tuple[Any, Any]:
             split = partial(self._split, module, inputs, **settings)
             backend = self._backend()
-            return split() if backend is None else backend.partition(split, settings["num_fwd_outputs"])
+            lasting = settings.get("static_lifetime_input_indices")
+            return split() if backend is None else backend.partition(split, settings["num_fwd_outputs"], lasting)
 
         def uuid(self) -> None:
             return None  # nothing is cached

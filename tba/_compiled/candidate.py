@@ -30,15 +30,14 @@ class Candidate:
     @staticmethod
     def of(split: Split, budget_bytes: int | None, limits: Limits, prices: Prices) -> Candidate:
         """Choose what moves, within limits and under a budget, if there is one."""
-        nbytes, wanted = [each.nbytes for each in split.saved], [each.wanted for each in split.saved]
-        choice = choose(nbytes, wanted, split.kept_bytes, budget_bytes, limits)
+        choice = choose(split.lifetimes, budget_bytes, limits)
         flops = split.forward_flops, split.backward_flops
         return Candidate(
             split=split,
             choice=choice,
             fits=budget_bytes is None or choice.peak_bytes <= budget_bytes,
             computing_s=step_s(0, *flops, prices),
-            step_s=step_s(sum(nbytes[number] for number in choice.moved), *flops, prices),
+            step_s=step_s(sum(split.saved[number].nbytes for number in choice.moved), *flops, prices),
         )
 
     @property

@@ -9,11 +9,14 @@ one is taken that costs the step least: by its operations, by the bytes it moves
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from .._memory.limits import Limits, read_ahead_bytes, window_bytes
 from .._plan.greedy import diffuse
+
+TOKEN_BYTES = 8  # of a token, which is saved instead of a tensor that moves
 
 
 class Windows(NamedTuple):
@@ -22,6 +25,25 @@ class Windows(NamedTuple):
     out_bytes: int
     hold_bytes: int
     ahead_bytes: int
+
+
+class Lifetimes(NamedTuple):
+    """What a graph saves and computes again, and when backward has it in memory.
+
+    Attributes:
+        nbytes: of each saved tensor that can move, in the order of forward.
+        wanted, released: the places in backward of its first and its last use.
+        kept_bytes: of what cannot move.
+        again: bytes of what backward computes again that are held at each of its places; empty for none.
+        token_bytes: that stay of each one that moves.
+    """
+
+    nbytes: Sequence[int]
+    wanted: Sequence[int]
+    released: Sequence[int]
+    kept_bytes: int
+    again: Sequence[int] = ()
+    token_bytes: int = 0
 
 
 class Prices(NamedTuple):
@@ -44,7 +66,7 @@ class Choice(NamedTuple):
 
     Attributes:
         moved: their places in the order of forward.
-        peak_bytes: the most that saved tensors hold in memory at once.
+        peak_bytes: the most that saved tensors, and what is computed again, hold in memory at once.
         windows: of its transfers.
     """
 
@@ -66,73 +88,78 @@ def windows_of(limits: Limits, largest_bytes: int) -> Windows:
     return Windows(limits.staging_bytes, window, read_ahead_bytes(window, largest_bytes))
 
 
-def choose(
-    nbytes: Sequence[int], wanted: Sequence[int], kept_bytes: int, budget_bytes: int | None, limits: Limits
-) -> Choice:
+def choose(lives: Lifetimes, budget_bytes: int | None, limits: Limits) -> Choice:
     """Choose what moves.
 
     Args:
-        nbytes: of each saved tensor that can move, in the order of forward.
-        wanted: the place in backward at which each is wanted.
-        kept_bytes: of what cannot move.
-        budget_bytes: for all of them; None to move whatever is worth it.
+        lives: of what the graph saves and computes again.
+        budget_bytes: for all of it; None to move whatever is worth it.
         limits: of transfers.
     """
-    windows = windows_of(limits, max(nbytes, default=0))
+    largest_bytes = max(lives.nbytes, default=0)
+    windows = windows_of(limits, largest_bytes)
     if budget_bytes is None:
-        return _moving(nbytes, wanted, kept_bytes, windows, 1.0)
-    whole_bytes = kept_bytes + sum(nbytes)
-    if whole_bytes <= budget_bytes:
-        return Choice([], whole_bytes, windows)
+        return _moving(lives, windows, 1.0)
+    whole = Choice([], peak_bytes(lives, windows, []), windows)
+    if whole.peak_bytes <= budget_bytes:
+        return whole
     # Each window gets a share of a small budget: one tensor has to fit each of them.
-    share_bytes = max(max(nbytes, default=0), budget_bytes // 6)
+    share_bytes = max(largest_bytes, budget_bytes // 6)
     windows = Windows(*(min(window, share_bytes) for window in windows))
-    choices = (_moving(nbytes, wanted, kept_bytes, windows, share / 16) for share in range(1, 17))
-    best = whole = Choice([], whole_bytes, windows)
+    choices = (_moving(lives, windows, share / 16) for share in range(1, 17))
+    best = whole
     for choice in choices:
         best = min(best, choice, key=lambda each: each.peak_bytes)
         if best.peak_bytes <= budget_bytes:
             return best
-    return best if best.peak_bytes < whole.peak_bytes else whole
+    return best
 
 
-def _moving(nbytes: Sequence[int], wanted: Sequence[int], kept_bytes: int, windows: Windows, share: float) -> Choice:
+def _moving(lives: Lifetimes, windows: Windows, share: float) -> Choice:
     """Move a share of what is not wanted as backward begins."""
+    nbytes = lives.nbytes
     held_bytes, free = 0, set(range(len(nbytes)))
-    for place in sorted(range(len(nbytes)), key=lambda place: wanted[place]):
+    for place in sorted(free, key=lambda place: lives.wanted[place]):
         if held_bytes + nbytes[place] > windows.hold_bytes:
             break
         held_bytes += nbytes[place]
         free.discard(place)
     candidates = sorted(free)
     moved = [candidates[place] for place in diffuse([nbytes[place] for place in candidates], share)]
-    return Choice(moved, peak_bytes(nbytes, wanted, kept_bytes, windows, moved), windows)
+    return Choice(moved, peak_bytes(lives, windows, moved), windows)
 
 
-def peak_bytes(
-    nbytes: Sequence[int], wanted: Sequence[int], kept_bytes: int, windows: Windows, moved: Sequence[int]
-) -> int:
-    """The most that saved tensors hold at once: in forward on their way out, in backward read ahead."""
-    goes = set(moved)
-    held = most = kept_bytes
-    out: list[int] = []  # bytes under way, oldest first
-    for place, each in enumerate(nbytes):
-        held += each
-        if place in goes:
-            while out and sum(out) + each > windows.out_bytes:
-                held -= out.pop(0)
-            out.append(each)
+def peak_bytes(lives: Lifetimes, windows: Windows, moved: Sequence[int]) -> int:
+    """The most that a graph may hold at once: what stays, what is on its way, what backward computes again.
+
+    The compiler orders kernels as it likes, so what stays counts whole beside the fullest window of either way. It is
+    let go of in the order of the graph only where it makes room for what is computed again.
+    """
+    nbytes = lives.nbytes
+    out_bytes = _fullest([nbytes[place] for place in sorted(moved)], windows.out_bytes)
+    order = sorted(moved, key=lambda place: lives.wanted[place])
+    ahead_bytes = _fullest([nbytes[place] for place in order], windows.ahead_bytes)
+    stays = set(range(len(nbytes))) - set(moved)
+    held_bytes = lives.kept_bytes + sum(nbytes[place] for place in stays) + lives.token_bytes * len(moved)
+    most = held_bytes + max(out_bytes, ahead_bytes)
+    freed = [0] * len(lives.again)
+    for place in stays:
+        if lives.released[place] < len(freed):
+            freed[lives.released[place]] += nbytes[place]
+    for again_bytes, freed_bytes in zip(lives.again, freed, strict=True):
+        most = max(most, held_bytes + ahead_bytes + again_bytes)
+        held_bytes -= freed_bytes
+    return most
+
+
+def _fullest(sizes: Sequence[int], window_bytes: int) -> int:
+    """The most bytes that are in a window at once through which tensors go in turn; one larger than it goes alone."""
+    within: deque[int] = deque()
+    held = most = 0
+    for nbytes in sizes:
+        while within and held + nbytes > window_bytes:
+            held -= within.popleft()
+        within.append(nbytes)
+        held += nbytes
         most = max(most, held)
-    # What backward asks for late is read late: by then others are free.
-    order = sorted(range(len(nbytes)), key=lambda place: wanted[place])
-    ahead = [place for place in order if place in goes]
-    held -= sum(out)
-    here = 0
-    for place in order:
-        while ahead and (not here or here + nbytes[ahead[0]] <= windows.ahead_bytes):
-            here += nbytes[ahead[0]]
-            held += nbytes[ahead.pop(0)]
-        most = max(most, held)
-        held -= nbytes[place]
-        here -= nbytes[place] if place in goes else 0
     return most

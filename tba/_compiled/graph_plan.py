@@ -16,7 +16,7 @@ class GraphPlan:
         whole_bytes: that it saves as the compiler splits it by itself.
         saved_bytes: that it saves as it is split now; backward computes the rest again.
         moved_bytes: that leave memory.
-        peak_bytes: the most that what it saves holds in memory at once, as predicted.
+        peak_bytes: the most that what it saves and computes again holds in memory at once, as predicted.
         share: PyTorch's `activation_memory_budget` that it is split with.
     """
 

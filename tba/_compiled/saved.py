@@ -1,14 +1,14 @@
 """Saved: what one compiled graph saves for its backward, and which of it can move.
 
-Guarantees: what is an input of the graph (parameters, buffers, batches) or memory of an output stays, and so does what
-has no plain layout. What shares memory moves together, as the tensor that the others are views of.
+Guarantees: what is an input of the graph (weights, buffers, batches) or memory of an output stays, and so does what has
+no plain layout. What shares memory moves together, as the tensor that the others are views of.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,8 @@ class Saved:
         members: saved nodes of the forward graph, by their place among its outputs.
         chains: for each member, the views that lead to it from the root, the first first.
         nbytes: that it holds in memory, at the sizes that the graph is compiled for.
-        made, wanted: the place of the root in the forward graph, and of the first use in the backward graph.
+        made: the place of the root in the forward graph.
+        wanted, released: the places of the first and the last use in the backward graph.
     """
 
     root: Node
@@ -39,16 +40,22 @@ class Saved:
     nbytes: int
     made: int
     wanted: int
+    released: int
 
 
-def find_saved(forward: Graph, backward: Graph, output_count: int) -> tuple[list[Saved], int]:
+def find_saved(
+    forward: Graph, backward: Graph, output_count: int, lasting: Container[int] | None = None
+) -> tuple[list[Saved], int]:
     """Find what can move, in the order it is made, and the bytes of activations that cannot.
 
     Args:
         forward, backward: the graphs.
         output_count: how many outputs of the forward graph are not saved tensors.
+        lasting: which of its inputs are there without it, as weights and buffers are; None for all.
     """
     outputs = list(forward.output_node().args[0])  # type: ignore[arg-type]
+    given = enumerate(forward.find_nodes(op="placeholder"))
+    lent = {node for number, node in given if lasting is not None and number not in lasting}
     inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
     places = {node: place for place, node in enumerate(forward.nodes)}
     wanted = {node: place for place, node in enumerate(backward.nodes)}
@@ -68,9 +75,10 @@ def find_saved(forward: Graph, backward: Graph, output_count: int) -> tuple[list
     found, kept_bytes = [], 0
     for root, members in groups.items():
         if root.op != "call_function":
-            continue  # an input's memory is not the graph's
+            kept_bytes += (bytes_of(root) or 0) if root in lent else 0
+            continue  # an input's memory is not the graph's to move
         mover = root if len(members) > 1 else next(iter(members.values()))
-        nbytes = _bytes(root)
+        nbytes = bytes_of(root)
         stays = (
             nbytes is None
             or root in taken_roots
@@ -85,8 +93,10 @@ def find_saved(forward: Graph, backward: Graph, output_count: int) -> tuple[list
             kept_bytes += nbytes or 0
             continue
         uses = [wanted[user] for node in members.values() for user in inputs[node.name].users]
+        reads = [wanted[reader] for node in members.values() for reader in readers_of(inputs[node.name])]
         assert nbytes is not None
-        found.append(Saved(mover, members, chains, nbytes, places[mover], min(uses, default=1 << 62)))
+        first = min(uses, default=1 << 62)
+        found.append(Saved(mover, members, chains, nbytes, places[mover], first, max(reads, default=first)))
     return sorted(found, key=lambda each: each.made), kept_bytes
 
 
@@ -100,19 +110,28 @@ def _memory(node: Node) -> object:
     return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout is torch.strided else node
 
 
-def _base(node: Node) -> Node | None:
+def base_of(node: Node) -> Node | None:
     """Return the node whose memory this one is a view of; None if it makes its own."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
     if node.target is operator.getitem:
         source = node.args[0]
-        return source if _base(source) is not None else None
+        return source if base_of(source) is not None else None
     views = isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or node.target in _VIEWS)
     return node.args[0] if views else None
 
 
+def readers_of(node: Node) -> Iterator[Node]:
+    """Find the nodes that read a node's memory: its users, and those of its views."""
+    for user in node.users:
+        if base_of(user) is None:
+            yield user
+        else:
+            yield from readers_of(user)
+
+
 def _root(node: Node) -> Node:
-    while (base := _base(node)) is not None:
+    while (base := base_of(node)) is not None:
         node = base
     return node
 
@@ -122,7 +141,7 @@ def _chain(root: Node, node: Node) -> list[Node]:
     chain: list[Node] = []
     while node is not root:
         chain.append(node)
-        base = _base(node)
+        base = base_of(node)
         assert base is not None
         node = base
     return chain[::-1]
@@ -144,7 +163,7 @@ def _is_plain(node: Node) -> bool:
     )
 
 
-def _bytes(node: Node) -> int | None:
+def bytes_of(node: Node) -> int | None:
     """Count the bytes that a tensor spans; None for one without elements, or whose sizes nobody knows."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout is not torch.strided:

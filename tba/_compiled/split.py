@@ -5,26 +5,16 @@ PyTorch's min-cut partition makes each: the smaller its `activation_memory_budge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.fx import Graph, Node
-from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
-
-from .saved import Saved, find_saved, hint
+from .choice import TOKEN_BYTES, Lifetimes
+from .flops import flops_of
+from .recomputed import recomputed_bytes
+from .saved import Saved, find_saved
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")  # namespaces of operators
-
-# PyTorch has no formulas for the attention of a CPU, which computes as much as that of a GPU.
-_aten = torch.ops.aten
-_LIKE: dict[Any, Any] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +25,8 @@ class Split:
         forward, backward: the modules.
         share: PyTorch's `activation_memory_budget` for it.
         saved: what can move, in the order it is made.
-        kept_bytes: of the saved tensors that cannot.
+        kept_bytes: of the saved tensors that cannot, those that the graph was given among them.
+        again: bytes of what backward computes again that are held at each node of the backward graph.
         forward_flops, backward_flops: floating-point operations of matrix products, convolutions and attention.
         communicates: ranks exchange data in forward.
     """
@@ -45,21 +36,30 @@ class Split:
     share: float
     saved: Sequence[Saved]
     kept_bytes: int
+    again: Sequence[int] = ()
     forward_flops: int
     backward_flops: int
     communicates: bool = False
 
     @staticmethod
-    def of(modules: tuple[Any, Any], share: float, output_count: int, least_bytes: int, *, from_hosts: bool) -> Split:
+    def of(
+        modules: tuple[Any, Any],
+        share: float,
+        output_count: int,
+        lasting: Container[int] | None,
+        least_bytes: int,
+        *,
+        from_hosts: bool,
+    ) -> Split:
         """Look at a pair of modules.
 
         Args:
-            output_count: how many outputs of the forward graph are not saved tensors.
+            output_count, lasting: as of `find_saved`.
             least_bytes: smaller tensors stay.
             from_hosts: whether what is on a host moves.
         """
         forward, backward = modules
-        found, kept_bytes = find_saved(forward.graph, backward.graph, output_count)
+        found, kept_bytes = find_saved(forward.graph, backward.graph, output_count, lasting)
         kept_bytes += sum(each.nbytes for each in found if each.nbytes < least_bytes)
         saved = [each for each in found if each.nbytes >= least_bytes]
         if not from_hosts:
@@ -70,6 +70,7 @@ class Split:
             share=share,
             saved=saved,
             kept_bytes=kept_bytes,
+            again=recomputed_bytes(forward.graph, backward.graph),
             forward_flops=flops_of(forward.graph),
             backward_flops=flops_of(backward.graph),
             communicates=_communicates(forward),
@@ -77,38 +78,23 @@ class Split:
 
     @property
     def saved_bytes(self) -> int:
-        """What the graph saves, without its inputs and outputs."""
+        """What the graph saves, without weights and buffers."""
         return self.kept_bytes + sum(each.nbytes for each in self.saved)
+
+    @property
+    def lifetimes(self) -> Lifetimes:
+        """What the choice of what moves is made from."""
+        return Lifetimes(
+            nbytes=[each.nbytes for each in self.saved],
+            wanted=[each.wanted for each in self.saved],
+            released=[each.released for each in self.saved],
+            kept_bytes=self.kept_bytes,
+            again=self.again,
+            token_bytes=TOKEN_BYTES,
+        )
 
 
 def _communicates(module: Any) -> bool:
     """Whether ranks exchange data in a module's graph, or in one within it."""
     graphs = (each.graph for each in module.modules() if hasattr(each, "graph"))
     return any(getattr(node.target, "namespace", "") in _COLLECTIVES for graph in graphs for node in graph.nodes)
-
-
-def flops_of(graph: Graph) -> int:
-    """Count the floating-point operations of a graph by PyTorch's own formulas, which have none for pointwise ones."""
-    total = 0
-    for node in graph.nodes:
-        operator = getattr(node.target, "overloadpacket", None)
-        formula = flop_registry.get(_LIKE.get(operator, operator))
-        if formula is None:
-            continue
-        args, kwargs = map_arg((node.args, node.kwargs), _value)
-        total += formula(*args, **kwargs, out_val=_value(node))
-    return total
-
-
-def _value(node: Node) -> Any:
-    """Return a node's value as `_shaped` gives it."""
-    return _shaped(node.meta.get("val"))
-
-
-def _shaped(value: Any) -> Any:
-    """Give a tensor without data in place of each one, with the sizes that the graph is compiled for."""
-    if isinstance(value, tuple | list):
-        return [_shaped(each) for each in value]
-    if isinstance(value, Tensor):
-        return torch.empty([hint(size) or 0 for size in value.shape], dtype=value.dtype, device="meta")
-    return hint(value) or 0 if isinstance(value, torch.SymInt) else value

@@ -234,9 +234,10 @@ def test_a_graph_computes_again_what_costs_less_than_moving(scratch: Path) -> No
     torch.manual_seed(6)
     x, small_bytes = torch.randn(BATCH, WIDTH), 4 * BATCH * WIDTH
     settings = {"tier": "auto", "min_tensor_bytes": 2 * small_bytes, "staging_bytes": 8 * small_bytes}
+    settings["max_write_rate"] = 10_000_000  # moving costs more than all else, on any machine
     gradients, kept, moved, plans = [], [], [], []
     # All fits; what costs nothing to compute again is enough; some moves instead; small products are computed too.
-    budgets = ((1 << 30, True), (40 * small_bytes, True), (40 * small_bytes, False), (16 * small_bytes, True))
+    budgets = ((1 << 30, True), (46 * small_bytes, True), (46 * small_bytes, False), (24 * small_bytes, True))
     for budget_bytes, derive in budgets:
         with backend(scratch, **settings, memory_budget=budget_bytes, derive=derive) as moving:
             model = _compiled(moving, Wide())
@@ -256,6 +257,35 @@ def test_a_graph_computes_again_what_costs_less_than_moving(scratch: Path) -> No
     assert all(plan.peak_bytes <= budget_bytes for plan, (budget_bytes, _) in zip(plans, budgets, strict=True))
     assert kept[3] < kept[1] < kept[0]
     assert kept[3] <= 16 * small_bytes
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("derive", [True, False])
+def test_a_budget_of_a_small_graph_holds_by_what_the_engine_counts(derive: bool, scratch: Path) -> None:
+    """Few tensors of very different sizes: each window is a large part of the budget."""
+    torch.manual_seed(6)
+    x, small_bytes = torch.randn(BATCH, WIDTH), 4 * BATCH * WIDTH
+    settings: dict[str, Any] = {"tier": "auto", "min_tensor_bytes": 64, "storage_paths": scratch, "derive": derive}
+    gradients, moved = [], []
+    for budget_bytes in (1 << 30, *(each * small_bytes for each in ((24, 42) if derive else (33, 42)))):
+        model = Wide()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(6))
+        model.compile()
+        offload = Offloader(model, OffloadConfig(memory_budget=budget_bytes, **settings))
+        for _ in range(3):
+            with offload:
+                loss = model(x)
+            found = _gradients(model, loss)
+            del loss
+            gc.collect()
+            assert offload.stats().step_peak_bytes <= budget_bytes
+        gradients.append(found)
+        moved.append(offload.stats().written_bytes)
+        offload.close()
+        torch.compiler.reset()
+    assert_bit_equal(gradients[1:], (len(gradients) - 1) * gradients[:1])
+    assert max(moved) > moved[0] == 0
 
 
 def _fails(operation: Operation, *numbers: int, error: str = "no") -> Callable[[Operation, int], Fault | None]:
