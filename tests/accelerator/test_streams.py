@@ -29,6 +29,14 @@ def test_an_event_is_passed_when_its_stream_has_come_there(sim: ModuleType, devi
     assert stream.query()
 
 
+def test_a_stream_waited_for_is_idle(sim: ModuleType, device: torch.device) -> None:
+    stream, event = sim.Stream(device), sim.Event()
+    for _ in range(50000):
+        event.record(stream)
+        stream.synchronize()
+        assert stream.query()
+
+
 def test_an_event_recorded_again_leaves_earlier_waits_alone(sim: ModuleType, device: torch.device) -> None:
     first, second, waiting = sim.Stream(device), sim.Stream(device), sim.Stream(device)
     event = sim.Event()

@@ -73,6 +73,10 @@ void keep(c10::DeviceIndex device, const char* words) {
     all().thrown[device] = words;
 }
 
+void refuse_in_a_child() {
+  TORCH_CHECK(!is_child, "sim: cannot be used in a forked child of a process that has it; use spawn");
+}
+
 [[noreturn]] void fail(int32_t code, const std::string& words) {
   throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, code, words);
 }
@@ -86,7 +90,7 @@ void Place::pass() {
 }
 
 void Stream::enqueue(Work work, bool may_be_delayed) {
-  TORCH_CHECK(!is_child, "sim: cannot be used in a forked child of a process that has it; use spawn");
+  refuse_in_a_child();
   if (captured) {
     std::lock_guard guard(all().lock);
     if (all().graph != nullptr) {
@@ -99,9 +103,15 @@ void Stream::enqueue(Work work, bool may_be_delayed) {
     running_ = true;
     std::thread([this] { run(); }).detach();
   }
-  ++pending_;
+  ++queued_;
   queue_.emplace_back(std::move(work), may_be_delayed);
   filled_.notify_one();
+}
+
+void Stream::finish() const {
+  const uint64_t queued = queued_;
+  for (uint64_t done = done_; done < queued; done = done_)
+    done_.wait(done);
 }
 
 PlacePtr Stream::record() {
@@ -155,7 +165,8 @@ void Stream::run() {
       keep(device, error.what());
     }
     next.first = nullptr;
-    --pending_;
+    ++done_;
+    done_.notify_all();
   }
 }
 
@@ -233,10 +244,12 @@ void wait_for(const PlacePtr& place, c10::DeviceIndex device) {
 
 void synchronize(Stream& one) {
   refuse_if_capturing("synchronize with a stream");
-  if (one.idle())
-    tell(one.device);
-  else
-    wait_for(one.record(), one.device);
+  if (!one.idle() && !all().halted) {
+    refuse_in_a_child();
+    WithoutPython none;
+    one.finish();
+  }
+  tell(one.device);
 }
 
 void synchronize(c10::DeviceIndex device) {

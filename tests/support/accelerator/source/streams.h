@@ -62,7 +62,8 @@ class Stream {
   void enqueue(Work work, bool may_be_delayed = true);
   PlacePtr record();
   void wait(const PlacePtr& place); // makes the stream wait
-  bool idle() const { return pending_.load(std::memory_order_acquire) == 0; }
+  bool idle() const { return done_.load(std::memory_order_acquire) == queued_.load(std::memory_order_acquire); }
+  void finish() const; // waits until all that is queued by now is done: `idle`, unless more has been queued since
   void delay(uint64_t seed, double at_most_s);
 
   const c10::DeviceIndex device;
@@ -71,12 +72,11 @@ class Stream {
 
  private:
   void run();
-  void sleep_by_chance();
 
   std::mutex lock_;
   std::condition_variable filled_;
   std::deque<std::pair<Work, bool>> queue_;
-  std::atomic<size_t> pending_{0};
+  std::atomic<uint64_t> queued_{0}, done_{0}; // works, ever
   bool running_ = false;
   std::mt19937_64 chance_;
   double delay_s_ = 0;
