@@ -165,6 +165,7 @@ class OffloadStats:
             moved, compressed or recomputed; weights and duplicates aside.
         step_peak_bytes: maximum that they did hold at once in the last step. Unlike `peak_bytes`, both include what is
             not worth moving, and this what the largest block makes again that recomputes.
+        agreement_s: seconds that agreeing on plans with other ranks has taken, waits for later ranks included.
         unseen_bytes: results in the cache of torch's own selective checkpointing, where no hook sees them; not in
             `saved_bytes`.
         errors: transfers that failed.
@@ -193,6 +194,7 @@ class OffloadStats:
     forwarded_bytes: int = _line("unpacked from memory")
     wait_s: float = _line("backward waited", of="step_s", default=0.0)
     backpressure_s: float = _line("forward waited", of="step_s", default=0.0)
+    agreement_s: float = _line("ranks agreed", of="step_s", default=0.0)
     unseen_bytes: int = _line("in the cache of selective checkpointing")
     errors: int = _line("failed transfers")
     peak_bytes: int = _line("peak in memory", now=True)
@@ -253,6 +255,7 @@ class Counters:
     forwarded_bytes: int = 0
     wait_s: float = 0.0
     backpressure_s: float = 0.0
+    agreement_s: float = 0.0
     unseen_bytes: int = 0
     errors: int = 0
     step_s: float = 0.0

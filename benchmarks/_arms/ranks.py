@@ -28,7 +28,15 @@ from .._workload.tools import gradient_hash, local, tensor_hash
 
 _TIMEOUT_S = 600.0
 _MICRO_BATCHES = 2  # of a pipeline's step
-_COUNTED = ("saved_bytes", "weight_bytes", "duplicate_bytes", "written_bytes", "wait_s", "backpressure_s")
+_COUNTED = (
+    "saved_bytes",
+    "weight_bytes",
+    "duplicate_bytes",
+    "written_bytes",
+    "wait_s",
+    "backpressure_s",
+    "agreement_s",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +220,7 @@ class RanksArm:
         for other in self._others:
             other.receive(timeout_s=_TIMEOUT_S)
         self.about = self._own.about
+        self._agreeing_s: list[float] = []  # in each step, of the rank that took longest
 
     def turn(self, index: int) -> dict[str, Any]:
         """Take one step on all ranks."""
@@ -222,6 +231,8 @@ class RanksArm:
         moved: dict[str, Any] = {}
         if plans:
             moved = {name: max(plan[name] for plan in plans) for name in ("wait_s", "backpressure_s")}
+            self._agreeing_s.append(max(plan["agreement_s"] for plan in plans))
+            moved["agreeing_s"] = self._agreeing_s
             moved |= {"written_bytes": sum(plan["written_bytes"] for plan in plans), "plans": plans}
         return {
             "wall_s": max(answer["wall_s"] for answer in answers),

@@ -160,6 +160,11 @@ class Joint:
         return self.together
 
     @property
+    def agreement_s(self) -> float:
+        """Seconds that it has taken this rank."""
+        return 0.0 if self._agreement is None else self._agreement.spent.seconds
+
+    @property
     def together_with(self) -> frozenset[int]:
         """The ranks that do so; none where this forward has none."""
         goes_on = self.together and self.phase is not ALONE

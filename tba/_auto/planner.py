@@ -156,6 +156,11 @@ class Planner:
         return self.kind.plan is not None and not self.kind.plan.idle
 
     @property
+    def agreement_s(self) -> float:
+        """Seconds that agreeing with other ranks has taken."""
+        return 0.0 if self._joint is None else self._joint.agreement_s
+
+    @property
     def derives(self) -> bool:
         """Whether something of the step under way is derived by plan, or tried to be."""
         kind = self.kind

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from .._auto.planner import Planner
 from .._stats import Counters, OffloadStats, Situation
 from .._torch.foreign import Caches
 from .._transfer.daily_allowance import projected_bytes_per_day
@@ -18,12 +19,21 @@ from .steps import Steps
 class Readings:
     """Reader of the parts that know how much there is now: graphs, memory, the store, caches of checkpointing."""
 
-    def __init__(self, counters: Counters, mover: Mover, steps: Steps, read_ahead: ReadAhead, caches: Caches) -> None:
+    def __init__(
+        self,
+        counters: Counters,
+        mover: Mover,
+        steps: Steps,
+        read_ahead: ReadAhead,
+        caches: Caches,
+        planner: Planner | None,
+    ) -> None:
         self._counters = counters
         self._mover = mover
         self._steps = steps
         self._read_ahead = read_ahead
         self._caches = caches
+        self._planner = planner
         self._started_s = time.monotonic()
 
     def take(self) -> None:
@@ -31,6 +41,8 @@ class Readings:
         self.look_at_caches()
         self._counters.live_records = len(self._read_ahead.records)
         self._counters.resident_bytes = self._read_ahead.nbytes
+        if self._planner is not None:
+            self._counters.agreement_s = self._planner.agreement_s
 
     def look_at_caches(self) -> None:
         """Count what torch's selective checkpointing keeps, while it is there: a backward empties its caches."""

@@ -138,7 +138,7 @@ class Saver(ForkAware):
         self.steps = Steps(config.tier, self.counters, model, first, footprint)
         self._tier = config.tier
         self._caches = Caches(config.tier)
-        self._readings = Readings(self.counters, mover, self.steps, read_ahead, self._caches)
+        self._readings = Readings(self.counters, mover, self.steps, read_ahead, self._caches, planner)
         self._packing = Packing(
             config=config,
             model=model,

@@ -50,12 +50,14 @@ class Agreement:
         members: ranks that belong to it, in order; none before `form`.
         lost: a member was late, or has left: nobody agrees on anything any more.
         timeout_s: to wait for others, at most.
+        spent: seconds that this rank has spent on it, waiting for others.
     """
 
     def __init__(self, store: Any, rank: int, timeout_s: float) -> None:
         self.members: tuple[int, ...] = ()
         self.lost = False
         self.timeout_s = timeout_s
+        self.spent = Spent()
         self._store, self._rank = store, rank
         self._keys: dict[str, None] = {}  # written since the last `tidy`, and before it
         self._old: dict[str, None] = {}
@@ -69,46 +71,49 @@ class Agreement:
 
     def form(self, peers: frozenset[int]) -> bool:
         """Find the members, given the ranks that this one exchanges data with; whether there are several."""
-        known, found = {self._rank, *peers}, {self._rank}
-        if len(known) == 1:
-            return False
-        self._store.set(f"peers/{self._rank}", ",".join(map(str, sorted(known))))
-        wait = _Wait(self.timeout_s)
-        while missing := known - found:
-            each = min(missing)
-            key = f"peers/{each}"
-            if self._store.check([key]):
-                found.add(each)
-                known |= set(map(int, self._store.get(key).decode().split(",")))
-            elif not wait.goes_on():
-                self._lose(f"rank {each} has not told within {self.timeout_s:g} s with whom it exchanges data")
+        with self.spent:
+            known, found = {self._rank, *peers}, {self._rank}
+            if len(known) == 1:
                 return False
-        self.members = tuple(sorted(known))
-        return True
+            self._store.set(f"peers/{self._rank}", ",".join(map(str, sorted(known))))
+            wait = _Wait(self.timeout_s)
+            while missing := known - found:
+                each = min(missing)
+                key = f"peers/{each}"
+                if self._store.check([key]):
+                    found.add(each)
+                    known |= set(map(int, self._store.get(key).decode().split(",")))
+                elif not wait.goes_on():
+                    self._lose(f"rank {each} has not told within {self.timeout_s:g} s with whom it exchanges data")
+                    return False
+            self.members = tuple(sorted(known))
+            return True
 
     def all_in(self, name: str) -> bool:
         """Come to a meeting: whether all members do, and none refuses."""
-        if self.lost:
-            return False
-        key, count = self._key(name), len(self.members)
-        found, wait = self._store.add(key, 1), _Wait(self.timeout_s)
-        while 0 < found < count:
-            if wait.goes_on():
-                found = int(self._store.get(key))
-            else:
-                before = found = self._store.add(key, -_LOST) + _LOST
-                if before != count:
-                    self._lose(f"{max(0, before)} of {count} ranks have come within {self.timeout_s:g} s")
-                    return False
-        if found < -_LOST // 2:
-            self._lose("another rank has left, or has waited too long")
-        return bool(found == count)
+        with self.spent:
+            if self.lost:
+                return False
+            key, count = self._key(name), len(self.members)
+            found, wait = self._store.add(key, 1), _Wait(self.timeout_s)
+            while 0 < found < count:
+                if wait.goes_on():
+                    found = int(self._store.get(key))
+                else:
+                    before = found = self._store.add(key, -_LOST) + _LOST
+                    if before != count:
+                        self._lose(f"{max(0, before)} of {count} ranks have come within {self.timeout_s:g} s")
+                        return False
+            if found < -_LOST // 2:
+                self._lose("another rank has left, or has waited too long")
+            return bool(found == count)
 
     def is_alike(self, name: str, said: str) -> bool:
         """Whether the first member to come here has said the same. Waits for nobody."""
-        if self.lost:
-            return False
-        return bool(self._store.compare_set(self._key(name), "", said).decode() == said)
+        with self.spent:
+            if self.lost:
+                return False
+            return bool(self._store.compare_set(self._key(name), "", said).decode() == said)
 
     def refuse(self, name: str) -> None:
         """Let a meeting fail for all, and do not wait for it."""
@@ -128,16 +133,17 @@ class Agreement:
 
         It concludes something else than None.
         """
-        self._store.set(self._key(f"{name}/{self._rank}"), pickle.dumps(said))
-        if not self.all_in(name):
-            return None
-        answer = self._key(f"{name}/answer")
-        if self._rank == self.members[0]:
-            keys = [self._key(f"{name}/{each}") for each in self.members]
-            self._store.set(answer, pickle.dumps(conclude([pickle.loads(self._store.get(key)) for key in keys])))
-        if not self.all_in(f"{name}/told"):
-            return None
-        return pickle.loads(self._store.get(answer))
+        with self.spent:
+            self._store.set(self._key(f"{name}/{self._rank}"), pickle.dumps(said))
+            if not self.all_in(name):
+                return None
+            answer = self._key(f"{name}/answer")
+            if self._rank == self.members[0]:
+                keys = [self._key(f"{name}/{each}") for each in self.members]
+                self._store.set(answer, pickle.dumps(conclude([pickle.loads(self._store.get(key)) for key in keys])))
+            if not self.all_in(f"{name}/told"):
+                return None
+            return pickle.loads(self._store.get(answer))
 
     def tidy(self) -> None:
         """Delete what all members have read: what was stored for meetings before the last `tidy`.
@@ -181,6 +187,24 @@ class Ballot:
     def refuse(self) -> None:
         """Vote against it."""
         self._agreement.refuse(self._name)
+
+
+class Spent:
+    """Seconds that have passed within it; those of a use within another count once."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth, self._since_s = 0, 0.0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._since_s = time.perf_counter()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.seconds += time.perf_counter() - self._since_s
 
 
 class _Wait:
