@@ -37,6 +37,15 @@ class Extents:
         # Free ranges as (begin, stop), sorted, never adjacent.
         self._free = [(0, self._limit)] if self._limit else []
 
+    def grow(self, capacity: int) -> None:
+        """Raise the capacity. Unlike the others, this is more than one assignment: for threads without interrupts."""
+        before, self._limit = self._limit, capacity // self.alignment * self.alignment
+        self.capacity = capacity
+        if self._free and self._free[-1][1] == before:
+            self._free[-1] = (self._free[-1][0], self._limit)
+        elif before < self._limit:
+            self._free.append((before, self._limit))
+
     @property
     def used_bytes(self) -> int:
         return self._limit - sum([stop - begin for begin, stop in self._free])

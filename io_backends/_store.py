@@ -105,6 +105,12 @@ class Store(abc.ABC):
         """Most bytes that it may hold at once, counting each write in whole blocks. Default: None, no known limit."""
         return None
 
+    def resize(self, share: float) -> None:  # noqa: B027  # most stores of memory have no limit
+        """Hold at most `share` times the `capacity_bytes` that it was made with. Default: nothing, there is no limit.
+
+        What it holds beyond that stays until it is discarded; no write is added to it.
+        """
+
     @property
     def used_bytes(self) -> int:
         """Bytes of writes that have begun and are not discarded. Default: `allocated_bytes()`."""

@@ -8,7 +8,9 @@ Guarantees:
 1. A range belongs to one write until that write is discarded and has ended, however it ended.
 2. `discard` only appends to a deque, so a finalizer may call it at any bytecode. The next `take` or `punch` frees it.
 3. A hole is punched only into a range that was taken from the free ones for that time, so no write can be in it.
-4. The main thread, which Ctrl-C interrupts, changes no range: it appends, reads, and leaves the rest to workers.
+4. Below a limit that has been lowered (`resize`), ranges in use never exceed it once those taken before are free, and
+   the file gives back blocks beyond it. Which offsets they have does not matter.
+5. The main thread, which Ctrl-C interrupts, changes no range: it appends, reads, and leaves the rest to workers.
 
 The file is laid out ahead with fallocate(2), in few contiguous extents, so a full disk shows here and not in a write.
 Laying out and punching are system calls of milliseconds; they run on workers, never with the allocation lock.
@@ -17,6 +19,7 @@ Laying out and punching are system calls of milliseconds; they run on workers, n
 from __future__ import annotations
 
 import errno
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -66,12 +69,12 @@ class Space:
 
     def __init__(self, directory: str, syscalls: Syscalls, capacity_bytes: int | None = None) -> None:
         self._directory = directory
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes = self._first_bytes = capacity_bytes
         self._syscalls = syscalls
         self._lock = threading.Lock()  # of the extents
         self._layout = threading.Lock()  # held while blocks are laid out or punched
-        whole = None if capacity_bytes is None else capacity_bytes // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
-        self._extents = Extents(EXTENT_ALIGNMENT, whole)
+        self._limit = None if capacity_bytes is None else capacity_bytes // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
+        self._extents = Extents(EXTENT_ALIGNMENT, self._limit)
         self._discarded: deque[Ticket] = deque()
         self.laid_out_bytes = 0  # the file has blocks up to here, except in punched holes
         self._step_bytes = 0  # the most in use since the last trim
@@ -97,6 +100,12 @@ class Space:
         """Free a range from `take` whose write never began."""
         with self._lock:
             self._extents.free(offset, length)
+
+    def resize(self, share: float) -> None:
+        """Take at most `share` times the first capacity from now on, if there is one."""
+        if self._first_bytes is not None:
+            self._limit = int(share * self._first_bytes) // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
+            self.capacity_bytes = self._limit
 
     def discard(self, ticket: Ticket) -> None:
         """Free a write's range once the write has ended. Idempotent."""
@@ -148,7 +157,7 @@ class Space:
     def punch(self, fd: int, room: int = 0) -> None:
         """Free blocks of free ranges until the file, with `room` more, has few enough. For a worker."""
         need = max(self._need, self._step_bytes)
-        most = need + slack_bytes(need) - room
+        most = min(need + slack_bytes(need), self._lowered()) - room
         with self._lock:
             self._reclaim()
             ranges = self._extents.free_ranges(0, self.laid_out_bytes)
@@ -182,14 +191,23 @@ class Space:
 
     def _has_too_many(self, allocated_bytes: int) -> bool:
         need = max(self._need, self._step_bytes)
-        return self._can_punch and allocated_bytes > need + 2 * slack_bytes(need)
+        return self._can_punch and allocated_bytes > min(need + 2 * slack_bytes(need), self._lowered())
+
+    def _lowered(self) -> float:
+        """The limit, if it is lower than once; else none that ranges do not keep to anyway."""
+        limit, capacity = self._limit, self._extents.capacity
+        return limit if limit is not None and capacity is not None and limit < capacity else math.inf
 
     def _allocate(self, length: int) -> tuple[int | None, bool]:
         """An offset, if there is room; and whether a punch in progress may make room."""
         with self._lock:
             if self._discarded:
                 self._reclaim()
-            offset = self._extents.allocate(length)
+            limit, capacity = self._limit, self._extents.capacity
+            if limit is not None and capacity is not None and limit > capacity:
+                self._extents.grow(limit)
+            fits = self._used_bytes() + align_up(length, EXTENT_ALIGNMENT) <= self._lowered()
+            offset = self._extents.allocate(length) if fits else None
             self._step_bytes = max(self._step_bytes, self._used_bytes())
             return offset, self._punching is not None
 

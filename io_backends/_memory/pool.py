@@ -192,7 +192,9 @@ class BufferPool:
         if budget_bytes is not None and budget_bytes < mmap.PAGESIZE:
             raise ValueError(f"a budget must hold at least one page of {mmap.PAGESIZE} bytes, got {budget_bytes}")
         self.alignment = alignment
-        self.budget_bytes = None if budget_bytes is None else budget_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        self.budget_bytes: int | None = None
+        if budget_bytes is not None:
+            self.resize(budget_bytes)
         self._idle_bytes = None if idle_bytes is None else max(idle_bytes, _HUGE_PAGE_BYTES)
         self._segment_bytes = align_up(segment_bytes, mmap.PAGESIZE)
         self._beside = beside
@@ -352,6 +354,10 @@ class BufferPool:
             leased = sum([end.length for end in self._live.values() if end.segment is not None])
             if touched - leased > self._idle_bytes:
                 self._give_back(-(-(touched - leased - self._idle_bytes) // _HUGE_PAGE_BYTES))
+
+    def resize(self, budget_bytes: int) -> None:
+        """Change the budget. Segments beyond it stay until no lease is in them, and none is added to those."""
+        self.budget_bytes = budget_bytes // mmap.PAGESIZE * mmap.PAGESIZE
 
     def _give_back(self, pages: int) -> None:
         """Give up to `pages` free pages back to the system."""

@@ -160,6 +160,9 @@ class FileStore(Store, Generic[File]):
     def capacity_bytes(self) -> int | None:
         return self._space.capacity_bytes
 
+    def resize(self, share: float) -> None:
+        self._space.resize(share)
+
     @property
     def used_bytes(self) -> int:
         return self._space.used_bytes

@@ -36,7 +36,7 @@ class HostStore(Store):
     """
 
     def __init__(self, *, threads: int = 1, budget_bytes: int | None = None, timeout_s: float | None = 60.0) -> None:
-        self.budget_bytes = budget_bytes
+        self.budget_bytes = self._first_bytes = budget_bytes
         self._lock = threading.Lock()
         self._bytes = 0
         self._given_back: deque[int] = deque()  # bytes of discarded writes, to be subtracted from `_bytes`
@@ -73,6 +73,10 @@ class HostStore(Store):
     @property
     def capacity_bytes(self) -> int | None:
         return self.budget_bytes
+
+    def resize(self, share: float) -> None:
+        if self._first_bytes is not None:
+            self.budget_bytes = int(share * self._first_bytes)
 
     def allocated_bytes(self) -> int:
         with self._lock:

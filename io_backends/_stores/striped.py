@@ -108,6 +108,10 @@ class StripedStore(Store, ForkAware):
         known = [store.capacity_bytes for store in self.stores]
         return sum(each or 0 for each in known) if None not in known else None
 
+    def resize(self, share: float) -> None:
+        for store in self.stores:
+            store.resize(share)
+
     @property
     def used_bytes(self) -> int:
         return sum(store.used_bytes for store in self.stores)

@@ -108,7 +108,7 @@ class TwoLevelStore(Store):
     ) -> None:
         if budget_bytes < 0:
             raise ValueError(f"a budget cannot be negative, got {budget_bytes} bytes")
-        self.budget_bytes = budget_bytes
+        self.budget_bytes = self._first_bytes = budget_bytes
         self._host = host
         self._file = file
         self._changed = threading.Condition(threading.Lock())
@@ -170,6 +170,12 @@ class TwoLevelStore(Store):
     def capacity_bytes(self) -> int | None:
         below = self._file.capacity_bytes
         return None if below is None else self.budget_bytes + below
+
+    def resize(self, share: float) -> None:
+        with self._locked():
+            self.budget_bytes = int(share * self._first_bytes)
+            self._changed.notify_all()  # one who waits for room may have it now
+        self._file.resize(share)
 
     @property
     def used_bytes(self) -> int:

@@ -63,6 +63,13 @@ class FaultyStore(Store):
         return self._store.spills
 
     @property
+    def capacity_bytes(self) -> int | None:
+        return self._store.capacity_bytes
+
+    def resize(self, share: float) -> None:
+        self._store.resize(share)
+
+    @property
     def used_bytes(self) -> int:
         return self._store.used_bytes
 

@@ -48,7 +48,6 @@ from .._blocks.watch import Places, Watch
 from .._config import OffloadConfig
 from .._errors import BudgetError
 from .._group.decision import Decision, Share
-from .._memory.budgets import local_ranks
 from .._memory.ledger import Ledger
 from .._memory.pressure import release
 from .._plan import clock
@@ -640,7 +639,7 @@ class Planner:
         kind.places = replace(kind.places, nbytes=nbytes, recomputed=plan.recomputed)
 
     def _cap(self, facts: Facts) -> Cap | None:
-        return write_cap(self._capacity_bytes, self._allowance, local_ranks(), len(facts.saved))
+        return write_cap(self._capacity_bytes, self._allowance, len(facts.saved))
 
     def _seen(self) -> Watch:
         if (seen := self._now) is not None:

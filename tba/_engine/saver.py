@@ -558,7 +558,8 @@ class Saver(ForkAware):
         self._learn(step, acted)
         self.write_behind.end_step()
         peaks = self.ledger.end_step()
-        self.mover.end_step()
+        stays_bytes = self.ledger.room_bytes if self.planner is not None else 0
+        self.mover.end_step(max(0, peaks.plain_bytes - stays_bytes))
         self._readings.take()
         following = Step(packing.numbers, packing.worth_bytes, self._sizes, self.rest.fitted_bytes)
         self.steps.end(following, self.mover.file_bytes(), peaks, acted)

@@ -24,7 +24,7 @@ class HostMemory:
 
     def __init__(self, budget_bytes: int, idle_bytes: int | None = None) -> None:
         self._idle_bytes = idle_bytes
-        self._budget_bytes = max(budget_bytes, mmap.PAGESIZE)
+        self._budget_bytes = self._first_bytes = max(budget_bytes, mmap.PAGESIZE)
         self._pools: dict[str, dict[int | None, BufferPool]] = {}  # by kind of device, by memory node
         self._of: dict[torch.device, BufferPool] = {}
 
@@ -43,6 +43,13 @@ class HostMemory:
                 pools[node] = pool
             self._of[device] = pool
         return pool
+
+    def resize(self, share: float) -> None:
+        """Cap pinned memory at `share` times the first budget from now on."""
+        self._budget_bytes = max(int(share * self._first_bytes), mmap.PAGESIZE)
+        for device, pool in self._of.items():
+            if device.type != "cpu":
+                pool.resize(self._budget_bytes)
 
     def trim(self) -> None:
         """Free buffers that the last steps did not use. Called once a step."""

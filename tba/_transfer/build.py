@@ -14,6 +14,7 @@ from io_backends import HostStore, KvikioStore, PosixStore, Store, StripedStore,
 from .._config import OffloadConfig
 from .._device import memory as device_memory
 from .._errors import ConfigError
+from .._group.node_share import NodeShare
 from .._memory import budgets, free_memory
 from .._memory import limits as _limits
 from .._memory.host_pools import HostMemory
@@ -83,12 +84,13 @@ def make_mover(
         device_memory.least_total_bytes(model),
     )
     # Tier "cpu" writes to no drive.
-    allowance = Allowance(None if config.tier == "cpu" else config.max_write_bytes_per_day)
+    ranks = budgets.local_ranks(os.environ)
+    allowance = Allowance(None if config.tier == "cpu" else config.max_write_bytes_per_day, ranks=ranks)
     # Memory kept for future transfers also stays within what the settings allow these to take.
     memory = HostMemory(cpu_budget_bytes(config), limits.staging_bytes + limits.window_bytes)
     shares = host_shares(config)
     staged_bytes = shares.queued_bytes if config.tier == "auto" else shares.kept_bytes
-    return Mover(lock, counters, open_store, limits, memory, allowance, staged_bytes)
+    return Mover(lock, counters, open_store, limits, memory, allowance, staged_bytes, NodeShare(ranks))
 
 
 def io_threads(config: OffloadConfig, *, on_device: bool) -> int:

@@ -48,10 +48,12 @@ class Allowance(ForkAware):
     Args:
         limit_bytes: physical bytes a day, the setting `max_write_bytes_per_day`; None: no limit, nothing is counted.
         file: the database with the counts; None: `counts_file` in the user's state directory.
+        ranks: processes of one training that take from it.
     """
 
-    def __init__(self, limit_bytes: int | None, file: Path | None = None) -> None:
+    def __init__(self, limit_bytes: int | None, file: Path | None = None, *, ranks: int = 1) -> None:
         self.limit_bytes = limit_bytes
+        self._part, self._ranks = 1 / ranks, ranks
         self._file = file or counts_file(os.environ, os.path.expanduser("~"), platform.node())
         self._lock = threading.RLock()  # held while warning; a hook that shows warnings may read statistics
         self._closed = False
@@ -105,6 +107,17 @@ class Allowance(ForkAware):
             return 0
         with self._lock:
             return self._counted(self._today())
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of what is left of the day that this process may count on: its part. 0 without a limit."""
+        if self.limit_bytes is None:
+            return 0
+        return int(max(0, self.limit_bytes - self.written_today_bytes) * self._part)
+
+    def resize(self, share: float) -> None:
+        """Count on `share` times an equal part from now on. What may be taken does not depend on it."""
+        self._part = share / self._ranks
 
     def close(self) -> None:
         """Add this process's bytes to the file. Idempotent."""

@@ -42,6 +42,7 @@ from torch import Tensor
 from io_backends import BufferPool, Store, StoreError, Ticket, TicketState, interrupts
 
 from .._device import streams
+from .._group.node_share import NodeShare
 from .._memory.host_pools import HostMemory
 from .._memory.limits import Limits
 from .._memory.pressure import Pressure
@@ -74,6 +75,7 @@ class Mover:
         memory: HostMemory,
         allowance: Allowance,
         host_cap_bytes: int | None = None,
+        node: NodeShare | None = None,
     ) -> None:
         self.lock = lock
         self._has_lock = ownership(lock)
@@ -96,6 +98,8 @@ class Mover:
         self.memory = memory
         self._buffers = Buffers(memory, limits.timeout_s)
         self.allowance = allowance
+        self._node = node or NodeShare(1)
+        self._share = self._node.share
         self.ended: deque[Ticket] = deque()  # writes that have ended and are still to be landed
         self.copies = Copies()
         self._writes = Writes(self.staging, allowance)
@@ -422,14 +426,22 @@ class Mover:
 
     # -- both ----------------------------------------------------------------------------------------------------
 
-    def end_step(self) -> None:
-        """Give back memory and disk blocks that the last step did not use."""
+    def end_step(self, need_bytes: int) -> None:
+        """Give back memory and disk blocks that the last step did not use; take this rank's share of the node's.
+
+        `need_bytes`: that the step has wanted to move, at one time.
+        """
         self.sent_bytes = 0
         self.failures.end_step()
         self.cost.end_step()
         self.recorder.end_step()
         self.memory.trim()
         if self.store is not None and not self.closed:
+            share = self._node.end_step(need_bytes)
+            if share != self._share:
+                self._share = share
+                for part in (self.store, self.memory, self.staging, self.allowance):
+                    part.resize(share)
             self.store.trim()
 
     def tear(self) -> None:

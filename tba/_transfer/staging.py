@@ -42,7 +42,7 @@ class Staging:
         host_cap_bytes: int | None = None,
     ) -> None:
         self._condition = condition
-        self._host_cap_bytes = host_cap_bytes
+        self._host_cap_bytes = self._first_cap_bytes = host_cap_bytes
         self._timeout_s = timeout_s
         self._catch_up = catch_up
         self.waiters = 0
@@ -51,6 +51,11 @@ class Staging:
         self.bytes = self.host_bytes = 0
         self.count = 0
         self.peak_bytes = 0
+
+    def resize(self, share: float) -> None:
+        """Cap `host_bytes` at `share` times the first cap from now on."""
+        if self._first_cap_bytes is not None:
+            self._host_cap_bytes = int(share * self._first_cap_bytes)
 
     def wait_for_room(self, nbytes: int, cap_bytes: int, *, staged: bool = False) -> bool:
         """Wait until `has_room`; False when transfers have stalled, or for an interrupt."""

@@ -100,6 +100,12 @@ class AgainstBlocks(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="not in use"):
             self.extents.free(start * self.alignment + shift, count * self.alignment)
 
+    @precondition(lambda self: getattr(self, "capacity_blocks", None) is not None)
+    @rule(more=st.integers(0, 20))
+    def grow(self, more: int) -> None:
+        self.capacity_blocks += more
+        self.extents.grow(self.capacity_blocks * self.alignment + self.alignment // 2)
+
     @invariant()
     def sums_agree(self) -> None:
         if hasattr(self, "extents"):

@@ -14,17 +14,19 @@ MIB = 1 << 20
 
 
 def test_nothing_limits_what_nobody_limited() -> None:
-    assert write_cap(None, Allowance(None), 1, 10) is None
+    assert write_cap(None, Allowance(None), 10) is None
 
 
 @pytest.mark.parametrize(("capacity", "words"), [(MIB, "1.0 MiB (nvme_budget)"), (9 * MIB, "3.0 MiB are left")])
 def test_the_tighter_limit_is_named(tmp_path: Path, capacity: int, words: str) -> None:
-    allowance = Allowance(8 * MIB, tmp_path / "state" / "written.sqlite3")
+    allowance = Allowance(8 * MIB, tmp_path / "state" / "written.sqlite3", ranks=2)
     assert allowance.take(2 * MIB)
-    cap = write_cap(capacity, allowance, 2, 10)
+    cap = write_cap(capacity, allowance, 10)
     assert cap is not None
     assert words in cap.why
     assert cap.nbytes == min(capacity - 10 * 8192, 3 * MIB)
+    allowance.resize(0.5)
+    assert allowance.left_bytes == 3 * MIB // 2
     allowance.close()
 
 

@@ -35,4 +35,10 @@ def test_memory_of_each_device_is_on_its_node_within_one_budget(monkeypatch: pyt
     assert bound == [1, 0, 0]
     second.retain(kept.pop(), lambda: False)
     assert fourth.retains, "the end of another pool's copies makes room too"
+    memory.resize(2.0)
+    more = [third.lease(SEGMENT_BYTES) for _ in range(3)]
+    memory.resize(0.5)
+    with pytest.raises(StoreFull):
+        third.lease(SEGMENT_BYTES)
+    del more
     memory.close()
