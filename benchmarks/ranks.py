@@ -204,7 +204,15 @@ def _table(way: str, arms: Mapping[str, Measured], saved_bytes: int) -> Grid:
             lambda arm: plan(arm, lambda plans: ", ".join(mib(each["moved_bytes"]) for each in plans)),
         ),
         ("waited ms", lambda arm: plan(arm, lambda plans: f"{_waited_ms(arm):.0f}")),
+        ("agreed ms: to the plan, a step", lambda arm: plan(arm, lambda plans: _agreed_ms(arm))),
     )
+
+
+def _agreed_ms(arm: Measured) -> str:
+    """Milliseconds that the slowest rank spent in meetings before the timed steps, and in one of those."""
+    spent: Sequence[float] = arm.moved["agreeing_s"]  # type: ignore[assignment]
+    before, timed = spent[: -len(arm.wall_s)], spent[-len(arm.wall_s) :]
+    return f"{1e3 * sum(before):.0f}, {1e3 * median(timed):.1f}"
 
 
 def _waited_ms(arm: Measured) -> float:
