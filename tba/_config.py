@@ -277,9 +277,10 @@ class OffloadConfig(BaseModel):
     """Modules that tier "auto" may recompute, by class or by path: `Block`, "Block", "model.layers", or several. A
     ModuleList or ModuleDict stands for its children, and so does a single Sequential. None: found by what they save."""
     cpu_budget: Budget | None = None
-    """Cap of host memory in bytes, divided by LOCAL_WORLD_SIZE among the ranks of a node. None: half of the memory."""
+    """Cap of host memory in bytes. The ranks of a node (LOCAL_WORLD_SIZE) share it: equally at first, and by what their
+    steps need once they all know that. None: half of the memory."""
     nvme_budget: Budget | None = None
-    """Cap of the scratch files in bytes, divided among ranks like `cpu_budget`. None: 80% of the free disk space."""
+    """Cap of the scratch files in bytes, shared by ranks like `cpu_budget`. None: 80% of the free disk space."""
     staging_bytes: Size | None = None
     """Cap of writes in flight, in bytes. None: 40 MiB, 1 GiB for GPU tensors, less if there is little memory."""
     prefetch_bytes: Size | None = None

@@ -1,7 +1,7 @@
 """Budgets: each process's share of a node's host memory and disk, as pure functions of recorded facts.
 
 A budget is a node's: where several processes train together (`LOCAL_WORLD_SIZE`, which torchrun sets, says how many on
-this node), each gets an equal share of it.
+this node), each gets an equal share of it at first. `_group.node_share` says how many times that it has later.
 """
 
 from __future__ import annotations

@@ -142,6 +142,7 @@ def _all_plan(rank: int, wrap: Wrap, folder: str) -> None:
         assert plan.measured is not None
         assert plan.measured.peak_bytes <= BUDGETS[rank]
         assert stats.last_step is not None
+        assert stats.agreement_s > stats.last_step.agreement_s >= 0
         assert rank == 0 or not stats.last_step.offloaded_bytes
         checkpointed, model = list[int](), make()
         _checkpoint(model, plan.recomputed)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tba._group.agreement import Agreement
+from tba._group import agreement as agreements
+from tba._group.agreement import Agreement, Spent
 
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
@@ -102,12 +103,27 @@ def test_groups_of_one_job_do_not_meet_each_other() -> None:
 
 def test_what_is_stored_does_not_grow_with_meetings() -> None:
     store = dist.HashStore()
-    agreements = [Agreement(store, rank, 60.0) for rank in range(2)]
+    both = [Agreement(store, rank, 60.0) for rank in range(2)]
     sizes = []
     with ThreadPoolExecutor(2) as pool:
-        assert all(pool.map(lambda each: each.form(frozenset({0, 1})), agreements))
+        assert all(pool.map(lambda each: each.form(frozenset({0, 1})), both))
         for turn in range(6):
-            assert list(pool.map(lambda each: each.decide(str(turn), 1, sum), agreements)) == [2, 2]  # noqa: B023
-            agreements[0].tidy()
+            assert list(pool.map(lambda each: each.decide(str(turn), 1, sum), both)) == [2, 2]  # noqa: B023
+            both[0].tidy()
             sizes.append(store.num_keys())
     assert len(set(sizes[1:])) == 1
+
+
+def test_time_spent_counts_once_where_one_use_is_within_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((1.0, 5.0, 10.0, 11.0))
+    monkeypatch.setattr(agreements.time, "perf_counter", lambda: next(times))
+    spent = Spent()
+    with spent:
+        with spent:
+            pass
+        with spent:
+            pass
+    assert spent.seconds == 4.0
+    with spent:
+        pass
+    assert spent.seconds == 5.0
