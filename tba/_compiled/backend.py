@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from threading import RLock
@@ -25,6 +25,7 @@ from .operators import Item
 from .order import arrange
 from .placement import place
 from .prices import prices_of
+from .saved import Ends
 from .split import Split
 
 # What PyTorch's `activation_memory_budget` is tried at beside the program's own, which is 1 unless it was set. Just
@@ -107,18 +108,15 @@ class CompileBackend:
         """What becomes of what each graph saves that it has compiled for training, in the order of compilation."""
         return tuple(self._plans)
 
-    def partition(
-        self, split: Callable[[], tuple[Any, Any]], output_count: int, lasting: Container[int] | None
-    ) -> tuple[Any, Any]:
+    def partition(self, split: Callable[[], tuple[Any, Any]], ends: Ends) -> tuple[Any, Any]:
         """Split a graph into forward and backward, and place the operators that move what it saves.
 
         Args:
             split: PyTorch's partitioner.
-            output_count: how many outputs of the forward graph are not saved tensors.
-            lasting: which of its inputs are weights and buffers; None if that is not known.
+            ends: of the forward graph.
         """
         budget_bytes = self._budget_bytes()
-        chosen, whole_bytes = self._chosen(split, output_count, lasting, budget_bytes)
+        chosen, whole_bytes = self._chosen(split, ends, budget_bytes)
         best, choice = chosen.split, chosen.choice
         moved = [best.saved[number] for number in choice.moved]
         moved_bytes = sum(each.nbytes for each in moved)
@@ -147,8 +145,7 @@ class CompileBackend:
     def _chosen(
         self,
         split: Callable[[], tuple[Any, Any]],
-        output_count: int,
-        lasting: Container[int] | None,
+        ends: Ends,
         budget_bytes: int | None,
     ) -> tuple[Candidate, int]:
         """Find the way to split a graph that costs the step least within the budget; and what it saves without one."""
@@ -163,8 +160,7 @@ class CompileBackend:
             found = Split.of(
                 modules,
                 share,
-                output_count,
-                lasting,
+                ends,
                 self.config.min_tensor_bytes,
                 from_hosts=self.config.tier != "cpu",
             )
@@ -238,8 +234,8 @@ def _partitioner() -> Any:
         def __call__(self, module: Any, inputs: Any, **settings: Any) -> tuple[Any, Any]:
             split = partial(self._split, module, inputs, **settings)
             backend = self._backend()
-            lasting = settings.get("static_lifetime_input_indices")
-            return split() if backend is None else backend.partition(split, settings["num_fwd_outputs"], lasting)
+            ends = Ends(settings["num_fwd_outputs"], settings.get("static_lifetime_input_indices"))
+            return split() if backend is None else backend.partition(split, ends)
 
         def uuid(self) -> None:
             return None  # nothing is cached

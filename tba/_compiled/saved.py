@@ -43,16 +43,22 @@ class Saved:
     released: int
 
 
-def find_saved(
-    forward: Graph, backward: Graph, output_count: int, lasting: Container[int] | None = None
-) -> tuple[list[Saved], int]:
-    """Find what can move, in the order it is made, and the bytes of activations that cannot.
+@dataclass(frozen=True)
+class Ends:
+    """What goes into a forward graph and comes out of it for others than its backward.
 
-    Args:
-        forward, backward: the graphs.
-        output_count: how many outputs of the forward graph are not saved tensors.
+    Attributes:
+        output_count: how many of its first outputs are not saved tensors.
         lasting: which of its inputs are there without it, as weights and buffers are; None for all.
     """
+
+    output_count: int
+    lasting: Container[int] | None
+
+
+def find_saved(forward: Graph, backward: Graph, ends: Ends) -> tuple[list[Saved], int]:
+    """Find what can move, in the order it is made, and the bytes of activations that cannot."""
+    output_count, lasting = ends.output_count, ends.lasting
     outputs = list(forward.output_node().args[0])  # type: ignore[arg-type]
     given = enumerate(forward.find_nodes(op="placeholder"))
     lent = {node for number, node in given if lasting is not None and number not in lasting}

@@ -5,14 +5,14 @@ PyTorch's min-cut partition makes each: the smaller its `activation_memory_budge
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .choice import TOKEN_BYTES, Lifetimes
 from .flops import flops_of
 from .recomputed import recomputed_bytes
-from .saved import Saved, find_saved
+from .saved import Ends, Saved, find_saved
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")  # namespaces of operators
 
@@ -45,8 +45,7 @@ class Split:
     def of(
         modules: tuple[Any, Any],
         share: float,
-        output_count: int,
-        lasting: Container[int] | None,
+        ends: Ends,
         least_bytes: int,
         *,
         from_hosts: bool,
@@ -54,12 +53,11 @@ class Split:
         """Look at a pair of modules.
 
         Args:
-            output_count, lasting: as of `find_saved`.
             least_bytes: smaller tensors stay.
             from_hosts: whether what is on a host moves.
         """
         forward, backward = modules
-        found, kept_bytes = find_saved(forward.graph, backward.graph, output_count, lasting)
+        found, kept_bytes = find_saved(forward.graph, backward.graph, ends)
         kept_bytes += sum(each.nbytes for each in found if each.nbytes < least_bytes)
         saved = [each for each in found if each.nbytes >= least_bytes]
         if not from_hosts:
