@@ -65,6 +65,18 @@ def test_what_is_stored_outlasts_a_smaller_share(store: Store) -> None:
     assert len(fill(store)) == len(tickets) - 1
 
 
+def test_a_file_gives_back_blocks_beyond_its_share(scratch: Path) -> None:
+    store = PosixStore(scratch, threads=1, capacity_bytes=LIMIT)
+    for ticket in fill(store):
+        store.discard(ticket)
+    assert store.allocated_bytes() >= LIMIT
+    store.resize(0.5)
+    store.trim()
+    assert store.write(buffer_of(pattern_at(0, MIB))).wait(WAIT_S)  # the one worker has trimmed before
+    assert store.allocated_bytes() <= LIMIT // 2
+    store.close()
+
+
 def test_each_of_several_files_takes_its_part(scratch: Path) -> None:
     stores = [PosixStore(scratch, threads=1, capacity_bytes=capacity) for capacity in (LIMIT, 2 * LIMIT)]
     striped = StripedStore(stores)
