@@ -27,6 +27,8 @@ from ._config import OffloadConfig, describe
 from ._engine import backward
 from ._engine.saver import Saver
 from ._errors import ClosedError, ConfigError
+from ._group.node_share import NodeShare
+from ._memory.budgets import local_ranks
 from ._plan.no_plan import NoPlan
 from ._plan.plan import Plan
 from ._report.page import Contents, page
@@ -76,7 +78,9 @@ class Offloader:
         weak_model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else _no_model
         made = partial(build.open_store, self.config, self._directories)
         self._open_store: Callable[[bool], Store] = made if store is None else lambda _: store
-        self._take(Saver(self.config, weak_model, self._open_store))
+        # A store of the caller's holds what it was made for.
+        self._node = NodeShare(local_ranks() if store is None else 1)
+        self._take(Saver(self.config, weak_model, self._open_store, node=self._node))
         # A store of the caller's has one user.
         saver = self._saver
         self._served = Served(self.config, weak_model, saver.lock, saver.counters) if store is None else None
@@ -102,7 +106,7 @@ class Offloader:
         if torn.planner is not None:
             torn.planner.end_forward()
             torn.planner.leave()
-        self._take(Saver(self.config, torn.model, self._open_store, torn.counters))
+        self._take(Saver(self.config, torn.model, self._open_store, torn.counters, self._node))
         if self.tied:
             self._saver.tie()
 

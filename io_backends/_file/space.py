@@ -9,7 +9,7 @@ Guarantees:
 2. `discard` only appends to a deque, so a finalizer may call it at any bytecode. The next `take` or `punch` frees it.
 3. A hole is punched only into a range that was taken from the free ones for that time, so no write can be in it.
 4. Below a limit that has been lowered (`resize`), ranges in use never exceed it once those taken before are free, and
-   the file gives back blocks beyond it. Which offsets they have does not matter.
+   once a step the file gives back blocks that exceed it. Which offsets they have does not matter.
 5. The main thread, which Ctrl-C interrupts, changes no range: it appends, reads, and leaves the rest to workers.
 
 The file is laid out ahead with fallocate(2), in few contiguous extents, so a full disk shows here and not in a write.
@@ -37,6 +37,8 @@ EXTENT_ALIGNMENT = 4096
 LEAST_GROWTH_BYTES = 16 << 20
 GROWTH_BYTES = 64 << 20
 _LEAST_SLACK_BYTES = 1 << 20
+# Most of what counts as the file's that a file system needs to find its blocks.
+_OWN_BYTES, _OWN_SHARE = 1 << 16, 1 / 1024
 
 
 def growth_bytes(end: int) -> int:
@@ -125,7 +127,7 @@ class Space:
             return
         target = align_up(end, growth_bytes(end))
         if self._extents.capacity is not None:
-            target = min(target, self._extents.capacity)
+            target = max(end, int(min(target, self._extents.capacity, self._lowered())))
         room = end - self.laid_out_bytes
         if self._has_too_many(self._syscalls.allocated(fd) + room):
             self.punch(fd, room)
@@ -158,10 +160,11 @@ class Space:
         """Free blocks of free ranges until the file, with `room` more, has few enough. For a worker."""
         need = max(self._need, self._step_bytes)
         most = min(need + slack_bytes(need), self._lowered()) - room
+        piece = min(slack_bytes(need), GROWTH_BYTES) if self._lowered() < math.inf else slack_bytes(need)
         with self._lock:
             self._reclaim()
             ranges = self._extents.free_ranges(0, self.laid_out_bytes)
-        for offset, length in _pieces(ranges, slack_bytes(need)):
+        for offset, length in _pieces(ranges, piece):
             with self._layout:
                 if not self._can_punch or self._syscalls.allocated(fd) <= most:
                     return
@@ -191,7 +194,9 @@ class Space:
 
     def _has_too_many(self, allocated_bytes: int) -> bool:
         need = max(self._need, self._step_bytes)
-        return self._can_punch and allocated_bytes > min(need + 2 * slack_bytes(need), self._lowered())
+        # Beyond the limit by more than the file system's own blocks, which no punching frees.
+        lowered = self._lowered() * (1 + _OWN_SHARE) + _OWN_BYTES
+        return self._can_punch and allocated_bytes > min(need + 2 * slack_bytes(need), lowered)
 
     def _lowered(self) -> float:
         """The limit, if it is lower than once; else none that ranges do not keep to anyway."""
@@ -209,7 +214,7 @@ class Space:
             fits = self._used_bytes() + align_up(length, EXTENT_ALIGNMENT) <= self._lowered()
             offset = self._extents.allocate(length) if fits else None
             self._step_bytes = max(self._step_bytes, self._used_bytes())
-            return offset, self._punching is not None
+            return offset, fits and self._punching is not None
 
     def _used_bytes(self) -> int:
         """With the lock: bytes of all writes, including ended ones whose discard is not applied yet."""

@@ -264,7 +264,8 @@ class BufferPool:
             for segment in self._segments:
                 segment.mend(self._live.values())
             self._limit_idle()
-            kept_trims = 0 if all_idle else self._kept_trims
+            too_many = self.budget_bytes is not None and self.mapped_bytes > self.budget_bytes
+            kept_trims = 0 if all_idle or too_many else self._kept_trims
             self._segments = [s for s in self._segments if s.idle_trims < kept_trims or s.extents.used_bytes]
             for segment in self._segments:
                 segment.idle_trims += 1
@@ -356,7 +357,7 @@ class BufferPool:
                 self._give_back(-(-(touched - leased - self._idle_bytes) // _HUGE_PAGE_BYTES))
 
     def resize(self, budget_bytes: int) -> None:
-        """Change the budget. Segments beyond it stay until no lease is in them, and none is added to those."""
+        """Change the budget. Segments beyond it stay until no lease is in them; no more are mapped meanwhile."""
         self.budget_bytes = budget_bytes // mmap.PAGESIZE * mmap.PAGESIZE
 
     def _give_back(self, pages: int) -> None:

@@ -221,11 +221,9 @@ class TwoLevelStore(Store):
         buffer = ticket.buffer
         assert buffer is not None
         try:
-            if stored.nbytes > self.budget_bytes or not buffer.given:
+            if not (buffer.given and (stored.reserved or self._make_room(stored))):
                 self._store_in_file(stored, buffer)
             else:
-                if not stored.reserved:
-                    self._make_room(stored)
                 with self._locked():
                     stored.host, stored.place, stored.reserved = buffer, Place.HOST, False
                     self._changed.notify_all()
@@ -263,8 +261,11 @@ class TwoLevelStore(Store):
             if stored.discarded:
                 self._leave_file(stored)
 
-    def _make_room(self, stored: Stored) -> None:
-        """Reserve host memory, spilling others if needed. Raises StoreFull, StoreClosed, TransferCancelled."""
+    def _make_room(self, stored: Stored) -> bool:
+        """Reserve host memory, spilling others if needed; False for more than the budget.
+
+        Raises StoreFull, StoreClosed, TransferCancelled.
+        """
         while True:
             with self._locked():
                 while True:
@@ -272,9 +273,11 @@ class TwoLevelStore(Store):
                         raise StoreClosed("the store was closed before this write was stored")
                     if stored.discarded:
                         raise TransferCancelled(f"a write of {stored.nbytes} bytes was discarded before it was stored")
+                    if stored.nbytes > self.budget_bytes:
+                        return False
                     if self._host_bytes + stored.nbytes <= self.budget_bytes:
                         self._host_bytes += stored.nbytes
-                        return
+                        return True
                     if coldest(self._upper) is not None:
                         break
                     self._changed.wait(_PERIOD_S)  # others are storing or spilling, which will make room

@@ -293,6 +293,7 @@ class Carrier(ForkAware):
             self.counters.steps += self._alone
             self._plain_peak_bytes, self._plain_now_peak_bytes = self._plain_now_peak_bytes, 0
             self._held_peak_bytes, self._held_now_peak_bytes = self._held_now_peak_bytes, 0
+            self.mover.take_share()
             self.mover.end_step(self._plain_peak_bytes)
 
     @interrupts.whole

@@ -43,6 +43,7 @@ from .._derive.derivations import Derivations
 from .._derive.worth import Worth
 from .._device import streams
 from .._errors import OffloadError, OffloadWarning, edited_in_place
+from .._group.node_share import NodeShare
 from .._memory import shortage
 from .._memory.ledger import Ledger
 from .._plan.no_plan import NoPlan, no_plan
@@ -87,6 +88,7 @@ class Saver(ForkAware):
         model: Callable[[], nn.Module | None],
         open_store: Callable[[bool], Store],
         counters: Counters | None = None,
+        node: NodeShare | None = None,
     ) -> None:
         self.lock = threading.RLock()
         self.came_back: Callable[[], bool] = ownership(self.lock)
@@ -95,7 +97,7 @@ class Saver(ForkAware):
         self.torn = False
         self._saved_aside: deque[int] = deque()  # bytes of each tensor
         self.model = model  # gives it, or None
-        self.mover = mover = make_mover(config, model(), self.lock, self.counters, open_store)
+        self.mover = mover = make_mover(config, model(), self.lock, self.counters, open_store, node)
         self.recorder = mover.recorder
         limits, pressure, in_flight = mover.limits, mover.pressure, mover.staging
         self.ledger = ledger = Ledger(config, limits, pressure, in_flight, self.counters, self.recorder, model)
@@ -555,11 +557,14 @@ class Saver(ForkAware):
         if step.over:  # waiting for room lets go of the lock: another thread has ended it
             return
         acted = self.planner.acted if self.planner is not None else Acted()
+        self.mover.take_share()  # first: the next plan is for the room of now
         self._learn(step, acted)
         self.write_behind.end_step()
         peaks = self.ledger.end_step()
-        stays_bytes = self.ledger.room_bytes if self.planner is not None else 0
-        self.mover.end_step(max(0, peaks.plain_bytes - stays_bytes))
+        need_bytes = peaks.plain_bytes
+        if self.planner is not None:  # what stays needs nothing; a step that moves has looked at how much may
+            need_bytes = max(0, need_bytes - self.ledger.room_bytes) if self.mover.sent_bytes else 0
+        self.mover.end_step(need_bytes)
         self._readings.take()
         following = Step(packing.numbers, packing.worth_bytes, self._sizes, self.rest.fitted_bytes)
         self.steps.end(following, self.mover.file_bytes(), peaks, acted)

@@ -39,9 +39,9 @@ from .._torch.private import job_store
 from .._torch.user_frames import warn
 
 _REFUSED, _LOST = 1 << 24, 1 << 48  # more than all ranks of a job; and more than all refusals of one
-# Seconds between two looks at a count: first, and at most, for each member, so that many ask the store no more often
-# than few. With 5 ms for 4 ranks, a plan of 8 blocks took 58 ms of meetings after the last one had come.
-_FIRST_S, _LONGEST_S = 1e-4, 2.5e-4
+# Seconds between two looks at a count: first, at most for each member, so that many ask the store no more often than
+# few, and at most. With 5 ms for 4 ranks, a plan of 8 blocks took 58 ms of meetings after the last one had come.
+_FIRST_S, _EACH_S, _LONGEST_S = 1e-4, 2.5e-4, 2e-2
 _counts: Counter[str] = Counter()  # agreements in this process, by name: ranks make theirs in the same order
 
 
@@ -214,7 +214,7 @@ class _Wait:
 
     def __init__(self, timeout_s: float, members: int) -> None:
         self._until_s = time.monotonic() + timeout_s
-        self._next_s, self._longest_s = _FIRST_S, members * _LONGEST_S
+        self._next_s, self._longest_s = _FIRST_S, min(members * _EACH_S, _LONGEST_S)
 
     def goes_on(self) -> bool:
         """Sleep until the next look; False once the time is over, or a handler has raised."""

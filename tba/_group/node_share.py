@@ -5,15 +5,18 @@ that a step of its has wanted to move. Three quarters of the budget go by need a
 whose steps suddenly need more still has something until the others have made room.
 
 Ranks know each other's needs by two sums in the job's store, and tell what they have beyond equal parts in a third. A
-rank that gives something up takes less first and then subtracts it there; a rank that takes more adds it first, and
-keeps only that by which the sum does not exceed 0. Addition in the store is atomic.
+rank that gives something up takes less first, and subtracts it there when another step has ended, in which memory and
+blocks were given back. A rank that takes more adds it first, and keeps only that by which the sum does not exceed 0.
+Addition in the store is atomic.
 
 Guarantees:
 
 1. The shares of a node's ranks never add up to more than their number.
 2. They are 1 until all ranks of the node have told what they need.
-3. Nobody waits for anybody. A rank that has died leaves its share unused. If the store fails, shares stay as they are.
-4. The store is looked at after the first steps, then ever more seldom, and when this rank needs clearly more.
+3. Nobody waits for another rank, but for the store's answer. A rank that has died leaves its share unused. If the store
+   fails, shares stay as they are.
+4. The store is looked at after the first steps, then ever more seldom, and when this rank needs clearly more or has
+   something to give.
 
 Assumptions: `LOCAL_WORLD_SIZE` ranks of the job run on this node, and each makes its Offloaders in the same order.
 """
@@ -50,20 +53,22 @@ class NodeShare:
         self._ranks, self._steps = ranks, 0
         self._need = self._told = 0
         self._more = 0  # than an equal part, in the store's unit
+        self._to_give = 0  # of it, not subtracted in the store yet
         self._name: str | None = None
         if ranks > 1:
             _counts["shares"] += 1
             self._name = f"tba/node/{_node()}/{_counts['shares']}"
 
-    def end_step(self, need_bytes: int) -> float:
-        """Note what a step has wanted to move, in bytes at one time; return the share from now on."""
+    def take(self, need_bytes: int) -> float:
+        """Return the share from now on, where a step ends; `need_bytes`: that one before it has wanted to move."""
         if self._name is None:
             return self.share
         self._steps += 1
         self._need = max(self._need, need_bytes // _NEED_UNIT_BYTES, 1)
         steps = self._steps
         due = steps <= _OFTEN or not steps & (steps - 1) or not steps % _SELDOM
-        if (due or self._need > _CLEARLY * self._told) and (found := job_store(self._name)) is not None:
+        due = due or bool(self._to_give) or self._need > _CLEARLY * self._told
+        if due and (found := job_store(self._name)) is not None:
             try:
                 self._settle(found[0])
             except RuntimeError:  # the job ends: its store is gone
@@ -71,21 +76,24 @@ class NodeShare:
         return self.share
 
     def _settle(self, store: Any) -> None:
+        if self._to_give:
+            given, self._to_give = self._to_give, 0
+            store.add("more", -given)
         known = store.add("known", int(not self._told))
         total = store.add("need", self._need - self._told)
         self._told = self._need
         target = share_of(self._need, total, self._ranks) if known == self._ranks else 1.0
         more = int((target - 1) * _UNIT) - self._more
         if more < 0:
-            self._take(more)
-            store.add("more", more)
+            self._change(more)
+            self._to_give = -more
         elif more > 0:
             excess = min(more, max(0, store.add("more", more)))
             if excess:
                 store.add("more", -excess)
-            self._take(more - excess)
+            self._change(more - excess)
 
-    def _take(self, more: int) -> None:
+    def _change(self, more: int) -> None:
         self._more += more
         self.share = 1 + self._more / _UNIT
 

@@ -74,8 +74,12 @@ def make_mover(
     lock: threading.RLock,
     counters: Counters,
     open_store: Callable[[bool], Store],
+    node: NodeShare | None = None,
 ) -> Mover:
-    """Make a mover within the limits of the settings, this machine, and the devices that the model is on."""
+    """Make a mover within the limits of the settings, this machine, and the devices that the model is on.
+
+    `node`: this rank's share of what the node has; None for a new one.
+    """
     limits = _limits.limits(
         config.staging_bytes,
         config.prefetch_bytes,
@@ -90,7 +94,7 @@ def make_mover(
     memory = HostMemory(cpu_budget_bytes(config), limits.staging_bytes + limits.window_bytes)
     shares = host_shares(config)
     staged_bytes = shares.queued_bytes if config.tier == "auto" else shares.kept_bytes
-    return Mover(lock, counters, open_store, limits, memory, allowance, staged_bytes, NodeShare(ranks))
+    return Mover(lock, counters, open_store, limits, memory, allowance, staged_bytes, node or NodeShare(ranks))
 
 
 def io_threads(config: OffloadConfig, *, on_device: bool) -> int:

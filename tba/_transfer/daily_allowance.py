@@ -110,7 +110,7 @@ class Allowance(ForkAware):
 
     @property
     def left_bytes(self) -> int:
-        """Bytes of what is left of the day that this process may count on: its part. 0 without a limit."""
+        """Bytes of what is left of the day that this process may count on: its part; 0 where there is no limit."""
         if self.limit_bytes is None:
             return 0
         return int(max(0, self.limit_bytes - self.written_today_bytes) * self._part)

@@ -99,7 +99,7 @@ class Mover:
         self._buffers = Buffers(memory, limits.timeout_s)
         self.allowance = allowance
         self._node = node or NodeShare(1)
-        self._share = self._node.share
+        self._share, self._need_bytes = 1.0, 0
         self.ended: deque[Ticket] = deque()  # writes that have ended and are still to be landed
         self.copies = Copies()
         self._writes = Writes(self.staging, allowance)
@@ -161,6 +161,7 @@ class Mover:
         if self.store is None:
             self._made.append(self._open_store(record.stream is not None))
             self.store = self._made[-1]
+            self.store.resize(self._share)
         buffer, departure, frees = self._buffers.out(record, alias, self.store, timed=self._times(record.nbytes))
         if departure is None:
             return self.store.write(buffer, on_done=self._on_written), None
@@ -427,22 +428,28 @@ class Mover:
     # -- both ----------------------------------------------------------------------------------------------------
 
     def end_step(self, need_bytes: int) -> None:
-        """Give back memory and disk blocks that the last step did not use; take this rank's share of the node's.
+        """Give back memory and disk blocks that the last step did not use.
 
         `need_bytes`: that the step has wanted to move, at one time.
         """
+        self._need_bytes = need_bytes
         self.sent_bytes = 0
         self.failures.end_step()
         self.cost.end_step()
         self.recorder.end_step()
         self.memory.trim()
         if self.store is not None and not self.closed:
-            share = self._node.end_step(need_bytes)
-            if share != self._share:
-                self._share = share
-                for part in (self.store, self.memory, self.staging, self.allowance):
-                    part.resize(share)
             self.store.trim()
+
+    def take_share(self) -> None:
+        """Take this rank's share of what the node has, by what steps before have needed. Called where one ends."""
+        share = self._node.take(self._need_bytes)
+        if share != self._share:
+            self._share = share
+            for part in (self.memory, self.staging, self.allowance):
+                part.resize(share)
+            if self.store is not None:
+                self.store.resize(share)
 
     def tear(self) -> None:
         """Land nothing any more: an exception that nobody expected has come in the midst of a change."""

@@ -82,7 +82,7 @@ def _main(rank: int, way: str, folder: str) -> None:
             assert stats.live_records == 0
             if settings["tier"] == "nvme":
                 assert (last := stats.last_step) is not None
-                assert last.read_bytes <= last.written_bytes > 0
+                assert last.read_bytes <= last.written_bytes > 0, stats
                 assert last.read_bytes + last.forwarded_bytes > 0, "on a busy machine no write may have ended in time"
             offload.close()
 

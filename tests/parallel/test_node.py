@@ -21,7 +21,7 @@ from tba import offload_context
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
 
-STEPS = 5
+STEPS = 7  # two tell the needs, one gives room back, one has seen that
 
 
 def _step(rank: int, model: nn.Module, offload: Any, seen: Callable[[], None]) -> Callable[[int], list[Tensor]]:
@@ -66,7 +66,9 @@ def _by_need(rank: int, folder: str) -> None:
             dist.all_gather_object(told, (occupied, failed))
             dist.all_gather_object(needs, offload.stats().written_bytes // STEPS)
         (first_bytes, first_failed), (second_bytes, second_failed) = told
-        assert 0 < first_failed[0] < first_failed[1] == first_failed[-1], "half is too little, its share by need is not"
+        assert 0 < first_failed[0] < first_failed[1] <= first_failed[-2] == first_failed[-1], (
+            "half is too little, its share by need is not"
+        )
         assert second_failed == [0] * STEPS
         assert first_bytes[-1] > budget // 2
         assert first_bytes[-1] + second_bytes[-1] <= budget

@@ -50,7 +50,7 @@ def test_shares_never_exceed_the_node(data: st.DataObject, count: int) -> None:
             if which in stepping:
                 return
             stepping.add(which)
-            ranks[which].end_step(need_bytes)
+            ranks[which].take(need_bytes)
             stepping.discard(which)
             assert sum(each.share for each in ranks) <= count + 1e-9
             assert all(each.share >= 0.25 - 1e-5 for each in ranks)
@@ -65,24 +65,25 @@ def test_shares_never_exceed_the_node(data: st.DataObject, count: int) -> None:
 def test_ranks_end_with_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = _ranks(monkeypatch, dist.HashStore(), 4)
     for each in ranks[:3]:
-        each.end_step(MIB)
+        each.take(MIB)
     assert [each.share for each in ranks] == [1.0] * 4, "one has not told its need"
-    for _ in range(3):
+    for _ in range(4):
         for each, need in zip(ranks, (4, 3, 2, 1), strict=True):
-            each.end_step(need * MIB)
+            each.take(need * MIB)
     assert [each.share for each in ranks] == pytest.approx([1.45, 1.15, 0.85, 0.55], abs=1e-4)
 
 
 def test_a_rank_that_needs_more_later_gets_it_once_others_have_made_room(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = first, second = _ranks(monkeypatch, dist.HashStore(), 2)
-    for _ in range(3):
-        first.end_step(3 * MIB)
-        second.end_step(MIB)
+    for _ in range(4):
+        first.take(3 * MIB)
+        second.take(MIB)
     assert [each.share for each in ranks] == pytest.approx([1.375, 0.625], abs=1e-4)
-    second.end_step(3 * MIB)
-    assert second.share == pytest.approx(0.625, abs=1e-4), "the other has not made room yet"
-    first.end_step(MIB)
-    second.end_step(3 * MIB)
+    for _ in range(2):
+        second.take(3 * MIB)
+        assert second.share == pytest.approx(0.625, abs=1e-4), "the other has not made room yet"
+        first.take(MIB)
+    second.take(3 * MIB)
     assert [each.share for each in ranks] == pytest.approx([1.0, 1.0], abs=1e-4)
 
 
@@ -98,23 +99,23 @@ def test_the_store_is_looked_at_ever_more_seldom(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(node_share, "job_store", count)
     for _ in range(1024):
-        first.end_step(MIB)
+        first.take(MIB)
     assert asked == 8 + 2 + 1024 // 64, "each of the first 8 steps, the 16th, the 32nd, and then every 64th"
-    first.end_step(9 * MIB // 8 + 1024)
+    first.take(9 * MIB // 8 + 1024)
     assert asked == 27, "a need that is clearly larger is told at once"
     assert second.share == 1.0
 
 
 def test_a_rank_alone_and_one_whose_store_is_gone_keep_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_share, "job_store", lambda prefix: pytest.fail("one rank asks nobody"))
-    assert NodeShare(1).end_step(MIB) == 1.0
+    assert NodeShare(1).take(MIB) == 1.0
 
     class Gone:
         def add(self, key: str, value: int) -> int:
             raise RuntimeError("connection closed")
 
     (rank, _) = _ranks(monkeypatch, Gone(), 2)
-    assert [rank.end_step(MIB), rank.end_step(MIB)] == [1.0, 1.0]
+    assert [rank.take(MIB), rank.take(MIB)] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
