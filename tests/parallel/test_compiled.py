@@ -25,6 +25,7 @@ if not dist.is_available():
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler; there is no g++")
 
 RANKS = 2
+MOST_MOVED, BLOCK_BYTES = 16, 512
 
 
 def _ddp(model: Any) -> Any:
@@ -82,8 +83,8 @@ def _main(rank: int, way: str, folder: str) -> None:
             assert stats.live_records == 0
             if settings["tier"] == "nvme":
                 assert (last := stats.last_step) is not None
-                assert last.read_bytes <= last.written_bytes > 0, stats
-                assert last.read_bytes + last.forwarded_bytes > 0, "on a busy machine no write may have ended in time"
+                # In whole blocks: by its address, a tensor that is read may need one more than when it was written.
+                assert 0 < last.read_bytes <= last.written_bytes + MOST_MOVED * BLOCK_BYTES, stats
             offload.close()
 
 
