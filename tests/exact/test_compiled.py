@@ -139,8 +139,8 @@ def test_a_whole_model_moves_within_its_graph_by_itself(way: str, scratch: Path)
     made[0].close()
     assert stats.steps == stats.micro_batches == 3
     assert stats.last_step is not None
-    # What the graph does not move may be written and then found in memory. All in whole blocks: by its address, a tensor
-    # that is read may need one more than when it was written.
+    # What the graph does not move may be written and then found in memory. Whole blocks are counted: by its address, a
+    # tensor that is read may need one more than when it was written.
     assert 0 < stats.last_step.read_bytes <= stats.last_step.written_bytes + 16 * 512, stats
     assert stats.step_peak_bytes < stats.plain_peak_bytes
     assert (stats.errors, stats.live_records, stats.resident_bytes) == (0, 0, 0)
