@@ -99,7 +99,8 @@ class Mover:
         self._buffers = Buffers(memory, limits.timeout_s)
         self.allowance = allowance
         self._node = node or NodeShare(1)
-        self._share, self._need_bytes = 1.0, 0
+        self._share = 1.0
+        self._need_bytes: int | None = None  # of the last step; None before one has ended
         self.ended: deque[Ticket] = deque()  # writes that have ended and are still to be landed
         self.copies = Copies()
         self._writes = Writes(self.staging, allowance)
@@ -443,7 +444,7 @@ class Mover:
 
     def take_share(self) -> None:
         """Take this rank's share of what the node has, by what steps before have needed. Called where one ends."""
-        share = self._node.take(self._need_bytes)
+        share = self._share if self._need_bytes is None else self._node.take(self._need_bytes)
         if share != self._share:
             self._share = share
             for part in (self.memory, self.staging, self.allowance):
