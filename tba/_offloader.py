@@ -80,7 +80,7 @@ class Offloader:
         self._open_store: Callable[[bool], Store] = made if store is None else lambda _: store
         # A store of the caller's holds what it was made for.
         self._node = NodeShare(local_ranks() if store is None else 1)
-        self._take(Saver(self.config, weak_model, self._open_store, node=self._node))
+        self._take(Saver(self.config, weak_model, self._open_store, self._node))
         # A store of the caller's has one user.
         saver = self._saver
         self._served = Served(self.config, weak_model, saver.lock, saver.counters) if store is None else None
@@ -106,7 +106,7 @@ class Offloader:
         if torn.planner is not None:
             torn.planner.end_forward()
             torn.planner.leave()
-        self._take(Saver(self.config, torn.model, self._open_store, torn.counters, self._node))
+        self._take(Saver(self.config, torn.model, self._open_store, self._node, torn.counters))
         if self.tied:
             self._saver.tie()
 

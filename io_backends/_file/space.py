@@ -75,7 +75,6 @@ class Space:
         self._syscalls = syscalls
         self._lock = threading.Lock()  # of the extents
         self._layout = threading.Lock()  # held while blocks are laid out or punched
-        self._limit = None if capacity_bytes is None else capacity_bytes // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
         self._extents = Extents(EXTENT_ALIGNMENT, self._limit)
         self._discarded: deque[Ticket] = deque()
         self.laid_out_bytes = 0  # the file has blocks up to here, except in punched holes
@@ -106,8 +105,7 @@ class Space:
     def resize(self, share: float) -> None:
         """Take at most `share` times the first capacity from now on, if there is one."""
         if self._first_bytes is not None:
-            self._limit = int(share * self._first_bytes) // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
-            self.capacity_bytes = self._limit
+            self.capacity_bytes = int(share * self._first_bytes)
 
     def discard(self, ticket: Ticket) -> None:
         """Free a write's range once the write has ended. Idempotent."""
@@ -197,6 +195,11 @@ class Space:
         # Beyond the limit by more than the file system's own blocks, which no punching frees.
         lowered = self._lowered() * (1 + _OWN_SHARE) + _OWN_BYTES
         return self._can_punch and allocated_bytes > min(need + 2 * slack_bytes(need), lowered)
+
+    @property
+    def _limit(self) -> int | None:
+        """Bytes of whole blocks that ranges may take together; None for no limit."""
+        return None if self.capacity_bytes is None else self.capacity_bytes // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
 
     def _lowered(self) -> float:
         """The limit, if it is lower than once; else none that ranges do not keep to anyway."""

@@ -26,6 +26,7 @@ from .._config import OffloadConfig
 from .._engine.packing import Packed
 from .._engine.saver import Saver
 from .._errors import ConfigError
+from .._group.node_share import NodeShare
 from .._record.plain import Shell, shown_bytes
 from .._record.record import DERIVED, Record
 from .._record.user_code import is_for_operators
@@ -75,7 +76,7 @@ class Observer(Saver):
 
     def __init__(self, model: nn.Module, preset: Preset, seed: int) -> None:
         config = OffloadConfig(tier="keep", compress=preset, seed=seed, min_tensor_bytes=0)
-        super().__init__(config, lambda: model, _no_store)
+        super().__init__(config, lambda: model, _no_store, NodeShare(1))
         self.before_bytes: dict[Saved, int] = {}
         self.after_bytes: dict[Saved, int] = {}
         self.lossy = 0

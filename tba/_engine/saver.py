@@ -87,8 +87,8 @@ class Saver(ForkAware):
         config: OffloadConfig,
         model: Callable[[], nn.Module | None],
         open_store: Callable[[bool], Store],
+        node: NodeShare,
         counters: Counters | None = None,
-        node: NodeShare | None = None,
     ) -> None:
         self.lock = threading.RLock()
         self.came_back: Callable[[], bool] = ownership(self.lock)

@@ -74,8 +74,8 @@ class Mover:
         limits: Limits,
         memory: HostMemory,
         allowance: Allowance,
-        host_cap_bytes: int | None = None,
-        node: NodeShare | None = None,
+        host_cap_bytes: int | None,
+        node: NodeShare,
     ) -> None:
         self.lock = lock
         self._has_lock = ownership(lock)
@@ -98,7 +98,7 @@ class Mover:
         self.memory = memory
         self._buffers = Buffers(memory, limits.timeout_s)
         self.allowance = allowance
-        self._node = node or NodeShare(1)
+        self._node = node
         self._share = 1.0
         self._need_bytes: int | None = None  # of the last step; None before one has ended
         self.ended: deque[Ticket] = deque()  # writes that have ended and are still to be landed
