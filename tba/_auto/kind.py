@@ -9,9 +9,9 @@ from functools import partial
 from torch import nn
 
 from .._blocks.watch import Places
-from .._group.decision import STEPS, Decision, Share
+from .._group.decision import Decision, Share
 from .._memory.ledger import Expected
-from .._plan.contest import Contest
+from .._plan.contest import STEPS, WARM_UP, Contest
 from .._plan.greedy import decide_moves, fitting
 from .._plan.plan import Plan
 from .course import Entry
@@ -95,7 +95,7 @@ class Kind:
     @property
     def fastest_s(self) -> float | None:
         """Seconds of the fastest of the first steps by the plan, not counting the very first; None until they ran."""
-        return min(self.seconds[1:]) if len(self.seconds) == STEPS else None
+        return min(self.seconds[WARM_UP:]) if len(self.seconds) == STEPS else None
 
     def expected(self, *, tries: bool) -> Expected:
         """Tell what such a step needs; `tries`: without a plan, its blocks are tried."""

@@ -6,8 +6,9 @@ rank's second run was not the same recomputes on none. So what fits there fits o
 rank's own matter (`decide_moves`): no other rank can tell whether it did.
 
 A model of one rank's step does not account for ranks waiting on each other. So they time a few steps by what they have
-decided, and a few by another choice of blocks, if that is not predicted to take much longer. It replaces the first if
-it is clearly faster (`after_steps`).
+decided. If those take longer than predicted by more than the model's usual error (`contest`), ranks time a few by
+another choice of blocks, unless that is predicted to take much longer still. It replaces the first if it is clearly
+faster (`after_steps`).
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from .._plan.contest import FASTER, STEPS, WRONG
 from .._plan.facts import Block, Facts, Link
 from .._plan.greedy import decide, decide_moves, fitting
 from .._plan.plan import Plan
 from .._text import numbers, short
 
-STEPS = 3  # that ranks time of each choice; the fastest counts, but for the first, which allocates anew
 _NEAR = 1.1  # times as long as steps take: another choice that is predicted to take longer is not tried
-_FASTER = 0.97  # of the other's time, below which a choice takes its place
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Decision:
     Attributes:
         recomputed: blocks that run again, by their number in the step.
         joint: those of them that communicate.
+        predicted_s: seconds that a step by it takes at most, if the model of it is right.
         told: who has decided, and which rank binds by its budget and by its link, in words.
         tried: what came of trying another choice of blocks, in words; "" if none was.
         against: what ranks did before, where they now try this one; None if they try nothing.
@@ -57,6 +58,7 @@ class Decision:
 
     recomputed: frozenset[int]
     joint: frozenset[int]
+    predicted_s: float
     told: str
     tried: str = ""
     against: Decision | None = None
@@ -69,7 +71,8 @@ def decide_together(ranks: Sequence[int], shares: Sequence[Share], *, moves: boo
     if len({len(share.facts.blocks) for share in shares}) > 1:
         return None
     plan = _plan(shares, moves=moves)
-    return Decision(plan.recomputed, plan.recomputed & _joint(shares), _told(ranks, shares), settled=plan.idle)
+    joint, told = plan.recomputed & _joint(shares), _told(ranks, shares)
+    return Decision(plan.recomputed, joint, plan.predicted.step_s, told, settled=plan.idle)
 
 
 def after_steps(decision: Decision, shares: Sequence[Share], seconds: Sequence[float]) -> Decision:
@@ -78,28 +81,42 @@ def after_steps(decision: Decision, shares: Sequence[Share], seconds: Sequence[f
     if before is None:
         return _rival(decision, shares, step_s) or replace(decision, settled=True)
     times = f"{step_s:.3f} s a step, not {before_s:.3f} s"
-    if step_s < _FASTER * before_s:
+    if step_s < FASTER * before_s:
         tried = f"{_words(decision)} was tried, and stays: it takes {times}"
         return replace(decision, against=None, settled=True, tried=tried)
     return replace(before, settled=True, tried=f"{_words(decision)} was tried for {STEPS} steps: it took {times}")
 
 
 def _rival(decision: Decision, shares: Sequence[Share], step_s: float) -> Decision | None:
-    """Return the other choice of blocks that is predicted to take least; None if it would take much longer."""
+    """Return the other choice of blocks that is predicted to take least.
+
+    None if steps take as long as predicted, or would take much longer by any other choice.
+    """
+    if step_s <= WRONG * decision.predicted_s:
+        return None  # and ranks do not wait for the lowest of them to plan
     plans = [_plan(shares), _plan(shares, moves=False), _plan(shares, recomputes=False)]
     near = [
         plan
         for plan in plans
-        if plan.fits
-        and plan.recomputed != decision.recomputed
-        and plan.predicted.step_s <= _NEAR * step_s
-        and all(decide_moves(each.facts, each.budget_bytes, plan.recomputed).fits for each in shares)
+        if plan.fits and plan.recomputed != decision.recomputed and plan.predicted.step_s <= _NEAR * step_s
     ]
-    best = min(near, key=lambda plan: plan.predicted.step_s, default=None)
+    near.sort(key=lambda plan: plan.predicted.step_s)
+    best = next((plan for plan in near if _fits_each(shares, plan.recomputed)), None)
     if best is None:
         return None
-    joint, tried = best.recomputed & _joint(shares), f"on trial, for {STEPS} steps"
-    return replace(decision, recomputed=best.recomputed, joint=joint, tried=tried, against=decision, against_s=step_s)
+    return replace(
+        decision,
+        recomputed=best.recomputed,
+        joint=best.recomputed & _joint(shares),
+        predicted_s=best.predicted.step_s,
+        tried=f"on trial, for {STEPS} steps",
+        against=decision,
+        against_s=step_s,
+    )
+
+
+def _fits_each(shares: Sequence[Share], recomputed: frozenset[int]) -> bool:
+    return all(decide_moves(each.facts, each.budget_bytes, recomputed).fits for each in shares)
 
 
 def _plan(shares: Sequence[Share], *, moves: bool = True, recomputes: bool = True) -> Plan:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from .greedy import decide
 from .plan import Plan
 
-_WRONG = 1.1  # times as long as predicted, from which on the model is not trusted
+WRONG = 1.1  # times as long as predicted, from which on the model is not trusted
+STEPS, WARM_UP = 3, 1  # by each plan; the first steps after a change allocate anew
+FASTER = 0.97  # of the other's time, below which a rival takes its place
 _NEAR = 1.2  # times as long as the plan that stands: a rival predicted to take longer is not tried
-_STEPS, _WARM_UP = 3, 1  # by each plan; the first steps after a change allocate anew
-_FASTER = 0.97  # of the other's time, below which a rival takes its place
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class Contest:
         if self.over:
             return self, plan
         seconds = (*self.seconds, step_s)
-        if len(seconds) < _STEPS:
+        if len(seconds) < STEPS:
             return replace(self, seconds=seconds), plan
-        fastest_s = min(seconds[_WARM_UP:])
+        fastest_s = min(seconds[WARM_UP:])
         if self.stood is None:
-            other = rival(plan) if fastest_s > _WRONG * plan.predicted.step_s else None
+            other = rival(plan) if fastest_s > WRONG * plan.predicted.step_s else None
             if other is None:
                 return Contest(over=True), plan
-            return Contest(stood=plan, stood_s=fastest_s), replace(other, tried=f"on trial, for {_STEPS} steps")
-        if fastest_s < _FASTER * self.stood_s:
+            return Contest(stood=plan, stood_s=fastest_s), replace(other, tried=f"on trial, for {STEPS} steps")
+        if fastest_s < FASTER * self.stood_s:
             reason = f"a step takes {fastest_s:.3f} s, not {self.stood_s:.3f} s: {_instead(plan)}"
             return Contest(over=True), replace(plan, reason=reason, tried="")
-        tried = f"tried for {_STEPS} steps: {_instead(plan)} took {fastest_s:.3f} s a step, not {self.stood_s:.3f} s"
+        tried = f"tried for {STEPS} steps: {_instead(plan)} took {fastest_s:.3f} s a step, not {self.stood_s:.3f} s"
         return Contest(over=True), replace(self.stood, tried=tried)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from support.plans import MIB, layers
 from tba._auto.joint import ALONE, LOOKING, SURVEYING, TIMING, TRYING, Joint, Phase, Said, _conclude
-from tba._group.decision import STEPS, Decision, Share, after_steps, decide_together
+from tba._group.decision import Decision, Share, after_steps, decide_together
+from tba._plan.contest import STEPS
 from tba._plan.greedy import decide, decide_moves
 
 FAST, SLOW = 2e9, 50e6
@@ -73,13 +74,19 @@ def _decided(*shares: Share) -> Decision:
     return decision
 
 
-def test_ranks_whose_steps_take_what_they_should_try_nothing() -> None:
+def test_ranks_whose_steps_take_what_they_should_try_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = [_share(share=0.6), _share(share=0.5)]
     decision = _decided(*shares)
     assert not decision.recomputed
     assert not decision.settled
     foreseen_s = decide_moves(shares[1].facts, shares[1].budget_bytes, decision.recomputed).predicted.step_s
-    assert after_steps(decision, shares, [foreseen_s, foreseen_s]) == replace(decision, settled=True)
+    assert foreseen_s == decision.predicted_s
+    settled = replace(decision, settled=True)
+    assert after_steps(decision, shares, [foreseen_s, foreseen_s]) == settled
+    with monkeypatch.context() as patch:
+        patch.setattr("tba._group.decision.decide", None)  # and they plan nothing more
+        assert after_steps(decision, shares, [foreseen_s, 1.09 * foreseen_s]) == settled
+    assert after_steps(decision, shares, [foreseen_s, 1.11 * foreseen_s]).against == decision
 
 
 @pytest.mark.parametrize("takes", [0.8, 0.96, 0.98, 2.0])
