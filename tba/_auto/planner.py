@@ -636,7 +636,7 @@ class Planner:
             plan = replace(plan, made_in=self._steps)
         kind.plan = self.plan = plan
         nbytes = {each.place: each.replayed_bytes for each in plan.facts.saved}
-        kind.places = replace(kind.places, nbytes=nbytes, recomputed=plan.recomputed)
+        kind.places = replace(kind.places, nbytes=nbytes, recomputed=plan.recomputed, inputs=plan.inputs)
 
     def _cap(self, facts: Facts) -> Cap | None:
         return write_cap(self._capacity_bytes, self._allowance, len(facts.saved))

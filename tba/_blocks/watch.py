@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved
+from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved, input_place
 from .._torch.modes import quiet
 from .shared_storages import AtHand, SharedStorages, has_storage
 from .timeline import Timeline
@@ -260,11 +260,13 @@ class Places:
         nbytes: of what is saved there, before any codec, by place.
         shared: storages that a block saves, and something outside of it.
         recomputed: blocks that run again.
+        inputs: most bytes of an input that is to go, by where the block that recomputes saves it.
     """
 
     nbytes: dict[Place, int] = field(default_factory=dict)
     shared: SharedStorages = field(default_factory=SharedStorages)
     recomputed: frozenset[int] = frozenset()
+    inputs: dict[Place, int] = field(default_factory=dict)
 
     def find(self, seen: Watch, block: int, at_hand: AtHand, root: Tensor | None, nbytes: int) -> Place | None:
         """Find the place of what `block` saves now; None if nothing of as many bytes is to be saved there."""
@@ -277,7 +279,8 @@ class Places:
         if self.nbytes.get(place) == nbytes and not (runs_again and place == inside):
             return place
         if runs_again:
-            return None
+            place = input_place(block)
+            return place if nbytes <= self.inputs.get(place, 0) else None
         first = next((each for each in self.shared.outside if self._is_missing(seen, each, nbytes)), None)
         if first is None:
             return None

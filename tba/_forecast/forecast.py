@@ -120,7 +120,8 @@ class Forecast:
     def fates(self) -> dict[str, int]:
         """Bytes that a step saves by what becomes of them, with those that are too small to plan."""
         plan, facts = self.plan, self.plan.facts
-        recomputed, sent = sum(map(facts.block_bytes, plan.recomputed)), sum(plan.sends.values())
+        recomputed = sum(map(facts.block_bytes, plan.recomputed))
+        sent = sum(plan.sends.values()) - sum(plan.inputs.values())  # blocks that recompute save none of these
         return {
             "small": self.observed.small_bytes,
             "kept": facts.saved_bytes - recomputed - sent,

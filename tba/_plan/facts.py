@@ -23,6 +23,11 @@ class Place(NamedTuple):
     number: int
 
 
+def input_place(block: int) -> Place:
+    """Return where a block that recomputes saves its input: ahead of all that no block saves."""
+    return Place(OUTSIDE, -1 - block)
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """One storage that the step saves.
@@ -71,7 +76,7 @@ class Block:
     Attributes:
         begin_s: seconds from the begin of forward until its forward begins.
         replay_s: seconds that running its forward again takes; None where it must not be.
-        input_bytes: what it saves when it recomputes.
+        input_bytes: what it saves when it recomputes: its input, which may move.
         why_not: why it must not recompute.
         within: of a part, the index of its block; else OUTSIDE. A block recomputes whole, or some of its parts do.
         kind: of a part, its class.
@@ -214,6 +219,34 @@ class Facts:
     def again(self, recomputed: Iterable[int]) -> dict[Place, int]:
         """Tell by which of these blocks and parts a storage is made again, by its place."""
         return {self.saved[index].place: block for block in recomputed for index in self.by_block.get(block, ())}
+
+    def inputs(self, recomputed: Iterable[int]) -> list[int]:
+        """List what stands in `moved` for the inputs of these blocks; of parts, inputs stay."""
+        count = len(self.saved)
+        whole = (number for number in sorted(recomputed) if self.blocks[number].within == OUTSIDE)
+        return [count + number for number in whole if self.blocks[number].input_bytes and number in self.by_block]
+
+    def input(self, number: int) -> Saved:
+        """Return the input of a block that recomputes, as a storage: it is wanted ahead of all that the block saves."""
+        block = self.blocks[number]
+        asks_s = [self.saved[index].wanted_s for index in self.by_block[number]]
+        # Its memory is given back as soon as backward, which has had all of the block, asks for something else.
+        wanted_s, freed_s = math.nextafter(min(asks_s), -math.inf), math.nextafter(max(asks_s), math.inf)
+        return Saved(input_place(number), block.input_bytes, block.begin_s, wanted_s, freed_s=freed_s)
+
+    def saving_inputs(self, moved: Collection[int], recomputed: Collection[int]) -> tuple[Facts, set[int]]:
+        """Return the facts of a step in which inputs that move are storages, and what moves by its indices."""
+        count = len(self.saved)
+        numbers = [index - count for index in moved if index >= count and index - count in recomputed]
+        if not numbers:
+            return self, {index for index in moved if index < count}
+        items = [*enumerate(self.saved), *((count + number, self.input(number)) for number in numbers)]
+        items.sort(key=lambda item: item[1].saved_s)
+        blocks = [
+            replace(block, input_bytes=0) if number in numbers else block for number, block in enumerate(self.blocks)
+        ]
+        indices = {index for index, (before, _) in enumerate(items) if before in moved}
+        return replace(self, saved=tuple(each for _, each in items), blocks=tuple(blocks)), indices
 
     @cached_property
     def order_wanted(self) -> list[int]:

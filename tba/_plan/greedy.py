@@ -21,7 +21,7 @@ from itertools import chain, combinations
 
 from .._memory.ledger import held_limit_bytes
 from .bound import least_s
-from .facts import Facts
+from .facts import Facts, Saved
 from .plan import Plan
 from .simulate import simulate
 
@@ -59,6 +59,7 @@ def decide_moves(facts: Facts, budget_bytes: int, recomputed: frozenset[int]) ->
     """Decide what moves where it is settled which blocks recompute."""
     again = facts.again(recomputed)
     everything = frozenset(index for index in facts.movable if facts.saved[index].place not in again)
+    everything |= frozenset(facts.inputs(recomputed))
     fixed = make(facts, budget_bytes, everything, recomputed)
     best = min(_moving_enough(facts, budget_bytes, recomputed, moves=True), fixed, key=_rank)
     return replace(best, decide=partial(decide_moves, recomputed=recomputed))
@@ -149,13 +150,19 @@ def _search(best: Plan, ladders: Sequence[_Ladder], enough_s: float, *, moves: b
 def by_hand(facts: Facts, may: Iterable[int]) -> list[tuple[frozenset[int], frozenset[int]]]:
     """List what a user would do without a plan: what moves, and which of those that may recompute.
 
-    Everything moves; or all blocks recompute, every other one, parts of one kind, or all parts but one kind.
+    Everything moves; or all blocks recompute, every other one, parts of one kind, or all parts but one kind; or all
+    blocks recompute, and their inputs move.
     """
     nothing, allowed = frozenset[int](), frozenset(may)
     whole, *parts = facts.kinds.values()
     without = [[number for other in parts if other is not alike for number in other] for alike in parts]
     recomputed = dict.fromkeys(allowed.intersection(each) for each in (whole, whole[::2], *parts, *without))
-    return [(frozenset(facts.movable), nothing), *((nothing, each) for each in recomputed if each)]
+    inputs = frozenset(facts.inputs(allowed.intersection(whole)))
+    return [
+        (frozenset(facts.movable), nothing),
+        *((nothing, each) for each in recomputed if each),
+        *([(inputs, allowed.intersection(whole))] if inputs else []),
+    ]
 
 
 def _choices(
@@ -194,13 +201,14 @@ def _ladders(facts: Facts, may: Sequence[int]) -> list[_Ladder]:
     return [([], blocks), *(([], alike) for alike in parts if alike), *beside]
 
 
-def _all(facts: Facts, budget_bytes: int, movable: Iterable[int], may: Iterable[int]) -> Iterable[Plan]:
+def _all(facts: Facts, budget_bytes: int, movable: Sequence[int], may: Iterable[int]) -> Iterable[Plan]:
     """Make all plans there are."""
     for recomputed in _subsets(may):
         if any(facts.blocks[number].within in recomputed for number in recomputed):
             continue
         again = facts.again(recomputed)
         free = [index for index in movable if facts.saved[index].place not in again]
+        free += facts.inputs(recomputed) if movable else []
         for moved in _subsets(free):
             yield make(facts, budget_bytes, moved, recomputed)
 
@@ -240,9 +248,22 @@ def diffuse(nbytes: Sequence[int], share: float, most_bytes: int = 1 << 62) -> l
 
 
 def _moving_enough(facts: Facts, budget_bytes: int, recomputed: frozenset[int], *, moves: bool) -> Plan:
-    """Move just as much as the budget asks for, and then more, as long as that makes the step faster."""
-    candidates = movable(facts, recomputed, budget_bytes) if moves else []
-    sizes = [facts.saved[index].nbytes for index in candidates]
+    """Move just as much as the budget asks for, and then more, as long as that makes the step faster.
+
+    Inputs of blocks that recompute move where all else is not enough.
+    """
+    if not moves:
+        return _enough_of([], facts, budget_bytes, recomputed)
+    plan = _enough_of(movable(facts, recomputed, budget_bytes), facts, budget_bytes, recomputed)
+    if plan.missing_bytes <= 0 or not (inputs := facts.inputs(recomputed)):
+        return plan
+    more = movable(facts, recomputed, budget_bytes, inputs)
+    return min(plan, _enough_of(more, facts, budget_bytes, recomputed), key=_rank)
+
+
+def _enough_of(candidates: Sequence[int], facts: Facts, budget_bytes: int, recomputed: frozenset[int]) -> Plan:
+    """Move as much of these as `_moving_enough` says."""
+    sizes = [_at(facts, index).nbytes for index in candidates]
     most_bytes = min(sum(sizes), facts.most_moved_bytes)
 
     def moving(nbytes: float) -> Plan:
@@ -274,14 +295,21 @@ def _pays(facts: Facts, number: int) -> bool:
     return block.replay_s is not None and facts.block_bytes(number) > block.input_bytes
 
 
-def movable(facts: Facts, recomputed: frozenset[int], budget_bytes: int) -> list[int]:
+def _at(facts: Facts, index: int) -> Saved:
+    """Return what stands in `moved` at an index: a storage, or the input of a block that recomputes."""
+    count = len(facts.saved)
+    return facts.saved[index] if index < count else facts.input(index - count)
+
+
+def movable(facts: Facts, recomputed: frozenset[int], budget_bytes: int, inputs: Iterable[int] = ()) -> list[int]:
     """List what may move, in order of forward: not what backward asks for before a write of it would be done."""
     found, late_bytes = [], 0
     limit_bytes = held_limit_bytes(budget_bytes, facts.largest_bytes)
     window_bytes = min(facts.read_ahead_bytes + facts.replay_bytes(recomputed), limit_bytes // 2)
     again = facts.again(recomputed)
-    for index in reversed(facts.movable):
-        each = facts.saved[index]
+    items = [(index, _at(facts, index)) for index in chain(facts.movable, inputs)]
+    items.sort(key=lambda item: item[1].saved_s)
+    for index, each in reversed(items):
         if each.place in again:
             continue
         late_bytes += each.nbytes

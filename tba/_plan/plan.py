@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from .._text import as_html, as_text, size
 from .bound import lower_bound_s
-from .facts import OUTSIDE, Facts, Link, Place, Spill
+from .facts import OUTSIDE, Facts, Link, Place, Spill, input_place
 from .picture import draw
 from .simulate import Moment, Timeline, simulate
 
@@ -42,7 +42,7 @@ class Plan:
     Attributes:
         facts: what they were made from.
         budget_bytes: that saved tensors may hold.
-        moved: indices in `facts.saved` of what goes out and comes back.
+        moved: indices in `facts.saved` of what goes out and comes back, and those of `facts.inputs`.
         recomputed: indices in `facts.blocks` of those that run again instead of saving; no part beside its block.
         derived: indices in `facts.saved` of what others give again; it does not stay.
         predicted: the step as simulated.
@@ -69,9 +69,15 @@ class Plan:
     @cached_property
     def sends(self) -> dict[Place, int]:
         """Bytes of each storage that is to go, by where the step saves it."""
-        saved = (self.facts.saved[index] for index in self.moved)
-        again = self.facts.again(self.recomputed)
-        return {each.place: each.nbytes for each in saved if each.place not in again}
+        facts, again, count = self.facts, self.facts.again(self.recomputed), len(self.facts.saved)
+        saved = (facts.saved[index] for index in self.moved if index < count)
+        return self.inputs | {each.place: each.nbytes for each in saved if each.place not in again}
+
+    @cached_property
+    def inputs(self) -> dict[Place, int]:
+        """Of them, those that blocks which recompute save of their inputs."""
+        count, moved = len(self.facts.saved), self.moved.intersection(self.facts.inputs(self.recomputed))
+        return {input_place(index - count): self.facts.blocks[index - count].input_bytes for index in moved}
 
     @cached_property
     def derives(self) -> frozenset[Place]:
@@ -193,7 +199,8 @@ class Plan:
         facts, found = self.facts, self.predicted
         total = facts.saved_bytes
         gone = sum(facts.block_bytes(block) for block in self.recomputed)
-        sent = sum(self.sends.values())
+        inputs = sum(self.inputs.values())
+        sent = sum(self.sends.values()) - inputs
         derived = sum(facts.saved[index].nbytes for index in self.derived)
         kept = total - gone - sent - derived
 
@@ -215,6 +222,8 @@ class Plan:
             again = self.recomputed.intersection(alike)
             nbytes = sum(map(facts.block_bytes, again))
             yield f"  recomputed, {len(again)} of {len(alike)} {kind or 'blocks'}", size(nbytes), share(nbytes)
+        if inputs:
+            yield f"  their inputs moved, {len(self.inputs)}", size(inputs), share(inputs)
         yield "peak, predicted", size(found.peak.nbytes), self.binds()
         yield "step, predicted", f"{found.step_s:.3f} s", f"{found.step_s / facts.step_s:.2f}x of one that keeps all"
         yield "  lower bound", f"{self.bound_s:.3f} s", ""

@@ -331,10 +331,11 @@ def simulate(
     """Simulate a step in which the storages `moved` go out and back, and the blocks `recomputed` run again.
 
     Args:
-        moved: indices in `facts.saved`; of blocks that recompute they mean nothing.
+        moved: indices in `facts.saved`; of blocks that recompute they mean nothing, but those of `facts.inputs`.
         recomputed: indices in `facts.blocks`, no part of a block together with that.
         budget_bytes: of memory, at which forward waits, if waiting helps.
     """
+    facts, moved = facts.saving_inputs(moved, recomputed)
     step = _Step(facts, held_limit_bytes(budget_bytes, facts.largest_bytes))
     saved = facts.saved
     again = facts.again(recomputed)
