@@ -100,11 +100,12 @@ def test_diffusion_keeps_to_its_share_everywhere(sizes: list[int], share: float)
 
 
 def best_of_all(facts: Facts, budget: int) -> float | None:
-    """The least step of all plans that fit: every set of storages, every set of blocks."""
+    """The least step of all plans that fit: every set of storages, every set of blocks, and of their inputs."""
     steps = []
     blocks = range(len(facts.blocks))
     for recomputed in (set(some) for n in range(len(blocks) + 1) for some in combinations(blocks, n)):
         free = [index for index, each in enumerate(facts.saved) if each.place.block not in recomputed]
+        free += facts.inputs(recomputed)
         for moved in (set(some) for n in range(len(free) + 1) for some in combinations(free, n)):
             found = simulate(facts, moved, recomputed, budget)
             if found.over_bytes <= 0 and found.peak.nbytes <= budget and found.moved_bytes <= facts.most_moved_bytes:
