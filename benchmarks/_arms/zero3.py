@@ -110,8 +110,10 @@ def _in_files(folder: Path, *, largest: int) -> dict[str, Any]:
     # All parameters that DeepSpeed does not keep go to files: those of which a rank has 1 MiB or more.
     parameters = files | {"buffer_size": largest, "max_in_cpu": 0}
     offloads = {"offload_optimizer": files, "offload_param": parameters, "sub_group_size": _SUB_GROUP}
+    # A parameter is read again for backward: no more than a few are in memory at a time.
+    live = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
     # DeepSpeed 0.19 prefetches the head twice from its file, as forward and backward want it in turn, and fails.
-    stage = _STAGE | offloads | {"stage3_prefetch_bucket_size": 0}
+    stage = _STAGE | offloads | live | {"stage3_prefetch_bucket_size": 0}
     # A model of float32 it would take for one of bfloat16 there.
     return {"zero_optimization": stage, "bf16": {"enabled": True}}
 
