@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from .._processes.resident_memory import peak_bytes, reset_peak, resident_bytes
 from .._processes.serve import Tell
 from .._workload import parallel
 from .._workload.llama import Block, Llama, LlamaSizes, loss_of
-from .._workload.tools import gradient_hash, local, tensor_hash
+from .._workload.tools import local, tensor_hash
 
 _TIMEOUT_S = 600.0
 _MICRO_BATCHES = 2  # of a pipeline's step
@@ -45,7 +45,7 @@ class RanksOptions:
 
     Attributes:
         wrap: the name of a function of `_workload.parallel`; "" for stages of a pipeline, each sharded; "zero3" for
-            DeepSpeed.
+            DeepSpeed, "zero3-nvme" for that with parameters and optimizer in files.
         mesh: the ranks, by the mesh's dimensions.
         dimensions: the names of these.
         sizes: the fields of `LlamaSizes`.
@@ -71,6 +71,66 @@ class RanksOptions:
     rank: int = 0
 
 
+class Training(Protocol):
+    """How one rank trains.
+
+    Attributes:
+        module: what is trained.
+        offload: the Offloader, if there is one.
+    """
+
+    module: nn.Module
+    offload: Any
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Run forward, backward and the optimizer; return the loss."""
+
+    def results(self) -> Iterable[Tensor]:
+        """Return what a step has computed, to be hashed: gradients, or weights."""
+
+    def figures(self) -> Mapping[str, float]:
+        """Return what it tells of the last step itself."""
+
+    def close(self) -> None:
+        """Leave the context, if any, and close the Offloader."""
+
+
+class Loop:
+    """Training as in PyTorch: forward and backward, then an optimizer.
+
+    Args:
+        module: what is trained.
+        run: runs forward and backward, and returns the loss.
+        settings: of `offload_context`; None trains without it.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[[Tensor], Tensor], settings: Mapping[str, Any] | None) -> None:
+        self.module, self._run = module, run
+        self._optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        self.offload: Any = None
+        if settings is not None:
+            from tba import offload_context
+
+            self.offload = offload_context(module, **settings).__enter__()
+
+    def step(self, tokens: Tensor) -> Tensor:
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._run(tokens)
+        self._optimizer.step()
+        return loss
+
+    def results(self) -> Iterable[Tensor]:
+        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+
+    def figures(self) -> Mapping[str, float]:
+        return {}
+
+    def close(self) -> None:
+        if self.offload is not None:
+            self.offload.__exit__(None, None, None)
+            self.offload.close()
+
+
 class Rank:
     """One rank of the training."""
 
@@ -81,61 +141,49 @@ class Rank:
         # By name: a host that several ranks share need not resolve to an address that they reach one another by.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo", init_method=f"file://{o.folder}/meeting", rank=o.rank, world_size=ranks)
-        self._pipeline: parallel.Pipeline | None = None
-        self._zero3: Any = None
-        self.model = self._make()
-        parameters = list(self.model.parameters())
-        self.optimizer = torch.optim.SGD(parameters, lr=0.01)
-        self.offload = self._enter_context()
+        self.training = self._make()
         self.idle_bytes: int | None = None
         self._before: dict[str, float] = {}
         self.about = {
-            "parameters": sum(parameter.numel() for parameter in parameters),
+            "parameters": sum(parameter.numel() for parameter in self.training.module.parameters()),
             "unit": "tokens",
             "units": o.batch * o.sizes["sequence"],
         }
 
-    def _make(self) -> nn.Module:
+    def _make(self) -> Training:
         from torch.distributed.device_mesh import init_device_mesh
 
         o = self.options
         mesh = init_device_mesh("cpu", tuple(o.mesh), mesh_dim_names=tuple(o.dimensions))
-        sizes = LlamaSizes(**o.sizes)
-        if o.wrap == "zero3":
+        sizes, settings = LlamaSizes(**o.sizes), self._settings()
+        training: Training
+        if o.wrap.startswith("zero3"):
             from .zero3 import Zero3
 
-            settings = None if o.tier is None else {"tier": o.tier, **self._settings()}
-            self._zero3 = Zero3(Llama(sizes), o.batch, settings, rank=o.rank, ranks=prod(o.mesh))
-            trained = self._zero3.module
+            files = Path(o.folder, "deepspeed") if o.wrap == "zero3-nvme" else None
+            training = Zero3(Llama(sizes), o.batch, settings, files=files, rank=o.rank, ranks=prod(o.mesh))
         elif o.wrap:
             model = Llama(sizes)
             wrap: parallel.Wrap = getattr(parallel, o.wrap)
             trained = wrap(model, mesh) or model
+            training = Loop(trained, partial(_run, trained), settings)
         else:
-            self._pipeline = parallel.Pipeline(sizes, mesh, _MICRO_BATCHES)
-            trained = self._pipeline.module
+            pipeline = parallel.Pipeline(sizes, mesh, _MICRO_BATCHES)
+            training = Loop(pipeline.module, pipeline.step, settings)
         if o.checkpoint:  # within the hooks of whatever shards the block, as FSDP asks for
-            for module in trained.modules():
+            for module in training.module.modules():
                 if isinstance(module, Block):
                     vars(module)["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
-        return trained
+        return training
 
-    def _enter_context(self) -> Any:
+    def _settings(self) -> dict[str, Any] | None:
         o = self.options
-        if self._zero3 is not None:
-            return self._zero3.offload
         if o.tier is None:
             return None
-        from tba import offload_context
-
-        return offload_context(self.model, o.tier, **self._settings()).__enter__()
-
-    def _settings(self) -> dict[str, Any]:
-        o = self.options
         folder = Path(o.folder, str(o.rank))
         folder.mkdir()
         own = o.own[o.rank] if o.own else {}
-        return {"storage_paths": str(folder), **o.settings, **own}
+        return {"tier": o.tier, "storage_paths": str(folder), **o.settings, **own}
 
     def turn(self, index: int) -> dict[str, Any]:
         """Take one step; return seconds, CPU seconds, peak over idle, loss, the gradients' hash, and the plan."""
@@ -147,41 +195,27 @@ class Rank:
         reset_peak()
         dist.barrier()
         begun_cpu_s, begun_s = time.process_time(), time.perf_counter()
-        if self._zero3 is not None:
-            loss = self._zero3.step(tokens)
-        else:
-            self.optimizer.zero_grad(set_to_none=True)
-            loss = self._step(tokens)
-            self.optimizer.step()
+        loss = self.training.step(tokens)
         ended_s, ended_cpu_s = time.perf_counter(), time.process_time()
         peak = peak_bytes()
-        if self.offload is not None:
-            self.offload.flush()
+        if self.training.offload is not None:
+            self.training.offload.flush()
         return {
             "wall_s": ended_s - begun_s,
             "cpu_s": ended_cpu_s - begun_cpu_s,
             "idle_bytes": self.idle_bytes,
             "peak_bytes": peak - self.idle_bytes,
             "loss": local(loss.detach()).item(),
-            # ZeRO-3 has no gradients left after a step.
-            "gradients_sha256": gradient_hash(self.model.parameters())
-            if self._zero3 is None
-            else tensor_hash(self._zero3.weights),
+            "figures": self.training.figures(),  # before results are gathered, maybe from files
+            "gradients_sha256": tensor_hash(self.training.results()),
             "plan": self._plan(),
         }
 
-    def _step(self, tokens: Tensor) -> Tensor:
-        """Run forward and backward; return the loss."""
-        if self._pipeline is not None:
-            return self._pipeline.step(tokens)
-        loss = loss_of(self.model(tokens), tokens)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
-        return loss
-
     def _plan(self) -> dict[str, Any] | None:
-        if self.offload is None:
+        offload = self.training.offload
+        if offload is None:
             return None
-        stats, plan, before = self.offload.stats(), self.offload.plan, self._before
+        stats, plan, before = offload.stats(), offload.plan, self._before
         self._before = {name: getattr(stats, name) for name in _COUNTED}
         seen = {name: value - before.get(name, 0) for name, value in self._before.items()}
         found = {
@@ -198,12 +232,16 @@ class Rank:
 
     def close(self) -> dict[str, Any]:
         """Leave the context, and close the offloader."""
-        if self.offload is not None:
-            if self._zero3 is None:  # otherwise it is attached
-                self.offload.__exit__(None, None, None)
-            self.offload.close()
+        self.training.close()
         dist.barrier()  # nobody is gone while another still talks to it
         return {}
+
+
+def _run(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Run forward and backward; return the loss."""
+    loss = loss_of(model(tokens), tokens)
+    loss.backward()
+    return loss
 
 
 class RanksArm:
@@ -234,6 +272,7 @@ class RanksArm:
             self._agreeing_s.append(max(plan["agreement_s"] for plan in plans))
             moved["agreeing_s"] = self._agreeing_s
             moved |= {"written_bytes": sum(plan["written_bytes"] for plan in plans), "plans": plans}
+        figures = [answer["figures"] for answer in answers]
         return {
             "wall_s": max(answer["wall_s"] for answer in answers),
             "cpu_s": sum(answer["cpu_s"] for answer in answers),
@@ -242,6 +281,10 @@ class RanksArm:
             "loss": answers[-1]["loss"],
             "gradients_sha256": "".join(answer["gradients_sha256"] for answer in answers),
             "moved": moved,
+            # Seconds: of the slowest rank; bytes: of all.
+            "figures": {
+                name: (max if name.endswith("_s") else sum)(each[name] for each in figures) for name in figures[0]
+            },
         }
 
     def close(self) -> dict[str, Any]:

@@ -24,7 +24,8 @@ class Measured:
     `waited_share` is the time that backward waited, `stalled_share` includes forward. `host_bytes` is the most host
     memory that the process of an arm on a device ever had; 0 on a CPU, where `peak_bytes` is the host's. So are
     `active_bytes`, which also has blocks that another stream still holds, and `reserved_bytes`, which has everything
-    that PyTorch's allocator took; both over idle, as `peak_bytes`.
+    that PyTorch's allocator took; both over idle, as `peak_bytes`. `figures` has, by name, what arms of one benchmark
+    tell beside.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Measured:
     losses: dict[int, float] = field(default_factory=dict)
     gradients: dict[int, str] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:
@@ -60,6 +62,8 @@ class Measured:
         if timed:
             self.wall_s.append(answer["wall_s"])
             self.cpu_s.append(answer["cpu_s"])
+            for name, value in answer.get("figures", {}).items():
+                self.figures.setdefault(name, []).append(value)
             waited_s, stalled_s = (answer["moved"].get(name, 0.0) for name in ("wait_s", "backpressure_s"))
             self.waited_share.append(waited_s / answer["wall_s"])
             self.stalled_share.append((waited_s + stalled_s) / answer["wall_s"])

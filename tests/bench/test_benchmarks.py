@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from typer import BadParameter
 from typer.testing import CliRunner
 
+from benchmarks import ranks
 from benchmarks.__main__ import app
 from benchmarks._processes import measure
 from benchmarks._processes.arms import Spec
@@ -21,7 +24,7 @@ from benchmarks._report.bar import Bar
 from benchmarks._report.options import parse_rate
 from benchmarks._report.ratios import median_ratio
 from benchmarks._report.results import Grid, Result, file_result
-from benchmarks._report.steps import same_gradients
+from benchmarks._report.steps import Measured, same_gradients
 from benchmarks._workload.gpt import GPT, GPTConfig
 from benchmarks._workload.text import Text, sources, standard_library
 from benchmarks.overlap import busy_s, hidden_share, needed_rate
@@ -83,6 +86,38 @@ def test_ranks_shows_that_all_recompute_alike_and_stay_exact(tmp_path: Path) -> 
             assert first["budget_bytes"] < way["saved_bytes"]
     counts = {bar["what"]: bar["met"] for bar in way["bars"] if "choices of blocks" in bar["what"]}
     assert list(counts.values()) == [True] * 3
+
+
+def test_ranks_says_what_a_way_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "find_spec", lambda name: None)
+    assert not ranks.WAYS["zero3-nvme"].runs
+    assert ranks.WAYS["fsdp2"].runs
+    with pytest.raises(BadParameter, match="zero3-nvme does not run here: deepspeed is not installed"):
+        ranks.ranks(way=["zero3-nvme"])
+
+
+def test_ranks_skips_files_of_deepspeed_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = ModuleType("async_io")
+    lacking.lacking_for_files = lambda: "libaio is missing"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "benchmarks._workload.async_io", lacking)
+    monkeypatch.setattr(ranks, "find_spec", lambda name: name)
+    assert ranks.WAYS["zero3-nvme"].lacks == "libaio is missing"
+    assert ranks.WAYS["zero3"].runs
+
+
+def test_ranks_shows_medians_of_what_deepspeed_tells() -> None:
+    told = {"swapped_out_bytes": [1 << 20, 3 << 20, 4 << 20], "swapped_in_bytes": [0, 2 << 20, 9 << 20]}
+    told |= {"swap_wait_s": [0.5, 0.25, 1.0], "forward_s": [1, 2, 3], "backward_s": [2, 3, 4], "optimizer_s": [5, 6, 7]}
+    arms = {}
+    for name in ("plain", "checkpoint"):
+        arms[name] = Measured(name=name, allocator="")
+        for number in range(3):
+            answer = {"idle_bytes": 0, "peak_bytes": 1, "loss": 0.0, "gradients_sha256": "", "moved": {}}
+            figures = {key: values[number] for key, values in told.items()}
+            arms[name].take(number, {**answer, "wall_s": 1.0, "cpu_s": 1.0, "figures": figures}, timed=True)
+    for way, last in (("zero3-nvme", ["3, 2", "500", "2,000, 3,000, 6,000"]), ("zero3", ["-"])):
+        grid = ranks._table(way, ranks.WAYS[way].sizes, arms, 0)
+        assert [list(row[-len(last) :]) for row in grid.rows] == [last] * 2
 
 
 @pytest.mark.slow

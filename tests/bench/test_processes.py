@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from benchmarks._processes.arms import Spec, ask, in_turns, plain_environment, running
 from benchmarks._processes.child import Child, ChildError
+from benchmarks._processes.disk_bytes import disk_bytes
 from benchmarks._processes.worker import Worker
 
 TIMEOUT_S = 60.0
@@ -98,3 +101,21 @@ def test_turns_reverse_every_other_round() -> None:
 def test_as_python_comes_means_without_allocator_settings() -> None:
     given = {"PATH": "/bin", "LD_PRELOAD": "x.so", "MALLOC_CONF": "a:b", "MALLOC_ARENA_MAX": "1", "MIMALLOC_X": "1"}
     assert plain_environment(given) == {"PATH": "/bin"}
+
+
+def test_disk_bytes_are_those_of_direct_io_in_any_thread(scratch: Path) -> None:
+    nbytes = 8 << 20
+    file = os.open(scratch / "file", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    with mmap.mmap(-1, nbytes) as page_aligned, ThreadPoolExecutor(1) as other:
+        page_aligned.write(b"x" * nbytes)
+        before = disk_bytes()
+        assert other.submit(os.pwrite, file, page_aligned, 0).result() == nbytes
+        written = disk_bytes()
+        assert os.preadv(file, [page_aligned], 0) == nbytes
+        read = disk_bytes()
+    os.close(file)
+    # A file system may write or read a few blocks of its own.
+    assert nbytes <= written[0] - before[0] < nbytes + (1 << 20)
+    assert nbytes <= read[1] - written[1] < nbytes + (1 << 20)
+    assert written[1] - before[1] < 1 << 20
+    assert read[0] - written[0] < 1 << 20

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from deepspeed import zero as parameters_of
 
+from benchmarks._workload.async_io import lacking_for_files
 from matrix.arms import Arm, Lacking, batches, zero
-from matrix.extensions import lacking_for_files
 from matrix.models import llama
 from tba.integrations.deepspeed import initialize
 
