@@ -88,6 +88,7 @@ class Watch:
         counts: storages saved so far, by block.
         shared: what is saved by a block and again elsewhere: it is none of that block's.
         met: places of shared storages that a planned step has saved outside of the blocks that saved them first.
+        input_bytes: saved so far of inputs that go, by where blocks that recompute save them.
         given: what blocks were given, and what their parts were.
         inside: bytes that each module has saved that may be a block.
         nbytes: saved so far, before any codec.
@@ -113,6 +114,7 @@ class Watch:
     counts: dict[int, int] = field(default_factory=dict)
     shared: SharedStorages = field(default_factory=SharedStorages)
     met: set[Place] = field(default_factory=set)
+    input_bytes: dict[Place, int] = field(default_factory=dict)
     given: tuple[Given, Given] = field(default_factory=lambda: (Given(), Given()))
     inside: dict[nn.Module, int] = field(default_factory=dict)
     nbytes: int = 0
@@ -279,13 +281,20 @@ class Places:
         if self.nbytes.get(place) == nbytes and not (runs_again and place == inside):
             return place
         if runs_again:
-            place = input_place(block)
-            return place if nbytes <= self.inputs.get(place, 0) else None
+            return self._input(seen, input_place(block), nbytes)
         first = next((each for each in self.shared.outside if self._is_missing(seen, each, nbytes)), None)
         if first is None:
             return None
         seen.counts[block] -= 1
         return self._meet(seen, first)
+
+    def _input(self, seen: Watch, place: Place, nbytes: int) -> Place | None:
+        """Return where the input of a block is saved, unless it does not go or there has been all of it."""
+        found_bytes = seen.input_bytes.get(place, 0) + nbytes
+        if found_bytes > self.inputs.get(place, 0):
+            return None
+        seen.input_bytes[place] = found_bytes
+        return place
 
     def _is_missing(self, seen: Watch, first: Place, nbytes: int) -> bool:
         """Whether what was saved first at `first` is still to be saved, as its block recomputes."""

@@ -11,10 +11,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 OUTSIDE = -1  # the block of what no block saves
+INPUTS = -2  # and, in its place, that of the inputs of blocks that recompute
 
 
 class Place(NamedTuple):
     """Where in a step a storage is saved: the block's index in order of forward, or OUTSIDE, and its number in there.
+
+    The input of a block that recomputes is the one with the block's index in INPUTS.
 
     It stays while other blocks recompute, as positions in the whole step would not.
     """
@@ -24,8 +27,8 @@ class Place(NamedTuple):
 
 
 def input_place(block: int) -> Place:
-    """Return where a block that recomputes saves its input: ahead of all that no block saves."""
-    return Place(OUTSIDE, -1 - block)
+    """Return where a block that recomputes saves its input."""
+    return Place(INPUTS, block)
 
 
 @dataclass(frozen=True, slots=True)

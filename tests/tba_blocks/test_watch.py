@@ -6,7 +6,7 @@ import torch
 
 from tba._blocks.shared_storages import AtHand, SharedStorages
 from tba._blocks.watch import Given, Places, Watch
-from tba._plan.facts import OUTSIDE, Place
+from tba._plan.facts import OUTSIDE, Place, input_place
 
 SHARED = Place(OUTSIDE, -1)
 NOTHING = AtHand()
@@ -26,6 +26,16 @@ def test_what_a_block_saves_that_runs_again_has_none_of_its_places() -> None:
     seen = Watch(0.0)
     assert places.find(seen, 0, NOTHING, None, 8) is None
     assert places.find(seen, 1, NOTHING, None, 8) == Place(1, 0)
+
+
+def test_an_input_that_is_to_go_is_found_until_all_of_it_has_been_saved() -> None:
+    shares, two = shared(), frozenset({0, 2})
+    places = Places({SHARED: 8, Place(1, 0): 8}, shares, two, {input_place(2): 12})
+    seen = Watch(0.0)
+    assert places.find(seen, 0, NOTHING, None, 8) is None  # it stays
+    assert places.find(seen, 1, NOTHING, None, 8) == Place(1, 0)
+    found = [places.find(seen, 2, NOTHING, None, nbytes) for nbytes in (8, 8, 4, 4)]
+    assert found == [input_place(2), None, input_place(2), None]
 
 
 def test_what_is_shared_is_found_by_its_position_and_once() -> None:
