@@ -44,7 +44,7 @@ from .._blocks.recompute import recompute
 from .._blocks.shared_storages import AtHand
 from .._blocks.timeline import Timeline
 from .._blocks.trial import Trial
-from .._blocks.watch import Places, Watch
+from .._blocks.watch import Given, Places, Watch
 from .._config import OffloadConfig
 from .._errors import BudgetError
 from .._group.decision import Decision, Share
@@ -130,6 +130,7 @@ class Planner:
         self._model, self._lock = model, lock
         self._keep, self._give = keep, give
         self._ledger, self._cost, self._allowance = ledger, cost, allowance
+        self._least_bytes = int(config.min_tensor_bytes)
         self._strict = config.memory_budget is not None  # a step that exceeds a user's own budget must not begin
         self._by_rule = config.policy == "tba"
         self._compresses, self._lossy = config.compress is not None, lossy
@@ -183,7 +184,7 @@ class Planner:
     def follow(self) -> None:
         """Have the step under way do what one before did."""
         self.follows = True
-        self._seen()  # its time begins now
+        self._seen().followed = True  # its time begins now
 
     def depart(self, departs: bool) -> None:
         """Note that the step under way cannot be followed any more; if it `departs`, that it is another one."""
@@ -449,8 +450,11 @@ class Planner:
         if record.number in self.put_aside:
             if self.saved(record):
                 record.go()
-        elif self.kind.plan is None and self._now is not None and not (self._thread.aside or self._now.turned):
-            self._now.again(self._thread.block, record.number, self._thread.at_hand, record.root())
+        elif self._now is not None and not (self._thread.aside or self._now.turned):
+            if self.kind.plan is None:
+                self._now.again(self._thread.block, record.number, self._thread.at_hand, record.root())
+            else:
+                self._now.saved_elsewhere.add(self._thread.block)
 
     def packed(self, record: Record) -> None:
         """Note that a record's operator has finished; what a codec has left of it, or that others give it again."""
@@ -578,6 +582,11 @@ class Planner:
             kind.departures += 1
             return
         kind.departures = 0
+        if left := seen.inputs_left(plan.inputs):
+            facts = plan.facts.keeping_inputs(left)
+            reason = f"the inputs of {len(left)} blocks stay"
+            self._set(kind, replace(self._decide(facts, budget_bytes, plan), reason=reason))
+            return
         step_s, lost_s, waited_s = seen.step_s, self._pace.lost_s(seen), self._cost.waited_s
         line, timed = seen.timeline, True
         if line is not None:
@@ -647,7 +656,9 @@ class Planner:
         with self._lock:
             if (seen := self._now) is None:
                 untried = _LOSSY if self._lossy else "its second run was not seen"
-                seen = Watch(clock.current.now_s(), untried=untried, timeline=Timeline.of(self._model()))
+                given = Given(self._least_bytes), Given(self._least_bytes)
+                timeline = Timeline.of(self._model())
+                seen = Watch(clock.current.now_s(), untried=untried, timeline=timeline, given=given)
                 self._cost.mark_waits(seen.timeline)
                 self._ledger.watch_peak()
                 self._now = seen  # last: others look at it without the lock

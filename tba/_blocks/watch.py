@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,24 +24,50 @@ FIRST_PART = OUTSIDE - 1  # the number of the first part's visit, below which th
 _APART_S = 1e-9  # of two times in a row, at least: their order is told by them
 
 
+@dataclass
+class Input:
+    """What a block is given, and none was before: what it saves where it recomputes.
+
+    Attributes:
+        nbytes: of it.
+        stays_bytes: of them, those that no plan moves: of small tensors, of slices, of weights, and of what other
+            blocks are given too, which the first block of backward wants.
+    """
+
+    nbytes: int = 0
+    stays_bytes: int = 0
+
+
 class Given:
-    """The tensor objects that blocks of one class have been given in a step."""
+    """The tensor objects that blocks of one class have been given in a step; those of `least_bytes` may move."""
 
-    def __init__(self) -> None:
-        self._known: dict[int, weakref.ref[Tensor]] = {}  # by id, which another may have once it has died
+    def __init__(self, least_bytes: int = 0) -> None:
+        self._least_bytes = least_bytes
+        # By id, which another may have once it has died: the tensor, the input it is in, and its bytes that may move.
+        self._known: dict[int, tuple[weakref.ref[Tensor], Input, int]] = {}
 
-    def new_bytes(self, tensors: Iterable[Tensor]) -> int:
-        """Count the bytes that none was given before: what a block saves where it recomputes.
-
-        A mask or a bias that all blocks are given is saved once.
-        """
-        found: dict[int, int] = {}
+    def take(self, tensors: Iterable[Tensor]) -> Input:
+        """Note what a block is given. A mask or a bias that all blocks are given is in the first one's input."""
+        new, found = Input(), dict[int, int]()
+        moving: dict[int, int] = {}
         for tensor in tensors:
-            known = self._known.get(id(tensor))
-            if known is None or known() is not tensor:
-                self._known[id(tensor)] = weakref.ref(tensor)
-                found[id(tensor.untyped_storage())] = tensor.nbytes
-        return sum(found.values())
+            reference, given, moves_bytes = self._known.get(id(tensor), (None, new, 0))
+            if reference is not None and reference() is tensor:
+                if given is not new:
+                    given.stays_bytes += moves_bytes
+                    self._known[id(tensor)] = reference, given, 0
+                continue
+            storage = tensor.untyped_storage()
+            moves = storage.nbytes() == tensor.nbytes >= self._least_bytes and not (
+                tensor.is_leaf and tensor.requires_grad
+            )
+            known = moving.get(id(storage))
+            moving[id(storage)] = moves_bytes = tensor.nbytes if moves and known != 0 else 0
+            found[id(storage)] = tensor.nbytes
+            self._known[id(tensor)] = weakref.ref(tensor), new, moves_bytes if known is None else 0
+        new.nbytes = sum(found.values())
+        new.stays_bytes = new.nbytes - sum(moving.values())
+        return new
 
 
 @dataclass
@@ -52,7 +78,7 @@ class Part:
         kind: its class.
         block: the visit of its block.
         begin_s, end_s: when its forward began and ended, by the clock.
-        input_bytes: of what it was given.
+        given: to it.
         first, last: the numbers of the places in its block from which on and up to which are its own.
         leaks: what it has saved is saved again outside of it.
     """
@@ -61,7 +87,7 @@ class Part:
     kind: str
     block: int
     begin_s: float
-    input_bytes: int
+    given: Input
     first: int
     last: int = 1 << 62
     end_s: float = math.inf
@@ -80,7 +106,7 @@ class Watch:
         prompt: numbers of records whose operators had finished when backward began.
         asked: when backward asked for it first, by record number.
         freed: how many backward had asked for when its memory was given back, by record number.
-        visits: of blocks: the module, when its forward began, bytes of its input.
+        visits: of blocks: the module, when its forward began, its input.
         parts: of blocks, visited within them.
         ran: parts that have run by a plan, by their index in it.
         trials: of blocks and parts, by the number of the visit.
@@ -89,6 +115,7 @@ class Watch:
         shared: what is saved by a block and again elsewhere: it is none of that block's.
         met: places of shared storages that a planned step has saved outside of the blocks that saved them first.
         input_bytes: saved so far of inputs that go, by where blocks that recompute save them.
+        saved_elsewhere: blocks that have saved what others save too, which goes or stays as theirs.
         given: what blocks were given, and what their parts were.
         inside: bytes that each module has saved that may be a block.
         nbytes: saved so far, before any codec.
@@ -96,6 +123,7 @@ class Watch:
         timeline: where the model is on a device: when that did it all.
         step_s: until backward asked last, by the clock.
         turned: backward has asked for something.
+        followed: it did what one before did, from its beginning, and has records only of what is to go.
         departed: it is not the step that was expected.
     """
 
@@ -106,7 +134,7 @@ class Watch:
     prompt: set[int] = field(default_factory=set)
     asked: dict[int, float] = field(default_factory=dict)
     freed: dict[int, int] = field(default_factory=dict)
-    visits: list[tuple[weakref.ref[nn.Module], float, int]] = field(default_factory=list)
+    visits: list[tuple[weakref.ref[nn.Module], float, Input]] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     ran: set[int] = field(default_factory=set)
     trials: dict[int, Trial] = field(default_factory=dict)
@@ -115,6 +143,7 @@ class Watch:
     shared: SharedStorages = field(default_factory=SharedStorages)
     met: set[Place] = field(default_factory=set)
     input_bytes: dict[Place, int] = field(default_factory=dict)
+    saved_elsewhere: set[int] = field(default_factory=set)
     given: tuple[Given, Given] = field(default_factory=lambda: (Given(), Given()))
     inside: dict[nn.Module, int] = field(default_factory=dict)
     nbytes: int = 0
@@ -122,7 +151,15 @@ class Watch:
     timeline: Timeline | None = None
     step_s: float = 0.0
     turned: bool = False
+    followed: bool = False
     departed: bool = False
+
+    def inputs_left(self, inputs: Mapping[Place, int]) -> list[int]:
+        """List the blocks of whose inputs, which were to go, less has been saved: these stay."""
+        if self.followed:
+            return []
+        left = (place.number for place, nbytes in inputs.items() if self.input_bytes.get(place, 0) < nbytes)
+        return [block for block in left if block not in self.saved_elsewhere]
 
     def place(self, block: int) -> Place:
         """Give the next storage that `block` saves its place; that of a part is one of its block's."""
@@ -152,7 +189,7 @@ class Watch:
 
     def visit(self, module: nn.Module, at_s: float, given: Iterable[Any]) -> int:
         """Note that a block's forward begins; returns the number of the visit."""
-        self.visits.append((weakref.ref(module), at_s, self._new_bytes(given)))
+        self.visits.append((weakref.ref(module), at_s, self._input(given)))
         return len(self.visits) - 1
 
     def visit_part(self, block: int, module: nn.Module, at_s: float, given: Iterable[Any]) -> int | None:
@@ -160,8 +197,8 @@ class Watch:
         if block < OUTSIDE or any(part.block == block and part.module() is module for part in self.parts):
             return None
         first = self.counts.get(block, 0)
-        nbytes = self._new_bytes(given, part=True)
-        self.parts.append(Part(weakref.ref(module), type(module).__name__, block, at_s, nbytes, first))
+        found = self._input(given, part=True)
+        self.parts.append(Part(weakref.ref(module), type(module).__name__, block, at_s, found, first))
         return FIRST_PART - len(self.parts) + 1
 
     def leave_part(self, visit: int, at_s: float) -> None:
@@ -173,9 +210,9 @@ class Watch:
         """Return the block that a part is in, by the numbers of their visits; a block's own number."""
         return self.parts[FIRST_PART - block].block if block <= FIRST_PART else block
 
-    def _new_bytes(self, given: Iterable[Any], *, part: bool = False) -> int:
+    def _input(self, given: Iterable[Any], *, part: bool = False) -> Input:
         with quiet():
-            return self.given[part].new_bytes(filter(has_storage, given))
+            return self.given[part].take(filter(has_storage, given))
 
     @property
     def held_bytes(self) -> int:
@@ -196,7 +233,7 @@ class Watch:
         times = self.timeline.times()
         self.saved = {number: (*saved[:2], times.get(saved[2], saved[2])) for number, saved in self.saved.items()}
         self.asked = {number: times.get(at_s, at_s) for number, at_s in self.asked.items()}
-        self.visits = [(module, times.get(at_s, at_s), nbytes) for module, at_s, nbytes in self.visits]
+        self.visits = [(module, times.get(at_s, at_s), given) for module, at_s, given in self.visits]
         for part in self.parts:
             part.begin_s, part.end_s = (times.get(at_s, at_s) for at_s in (part.begin_s, part.end_s))
         self.aside_s = self.timeline.aside_s
@@ -225,20 +262,21 @@ class Watch:
         )
         blocks = []
         begins_s = _ascending(begin_s for _, begin_s, _ in self.visits)
-        for visit, (_, _, input_bytes) in enumerate(self.visits):
+        for visit, (_, _, given) in enumerate(self.visits):
             verdict = self._verdict(visit)
             replay_s = verdict.seconds
             if replay_s is not None and visit + 1 < len(begins_s):
                 # Beside the transfers of backward a trial may take longer than a replay will.
                 replay_s = min(replay_s, begins_s[visit + 1] - begins_s[visit])
-            blocks.append(Block(begins_s[visit], replay_s, input_bytes, verdict.why_not))
+            stays_bytes = given.stays_bytes
+            blocks.append(Block(begins_s[visit], replay_s, given.nbytes, verdict.why_not, stays_bytes=stays_bytes))
         for number, part in enumerate(self.parts):
             verdict = self._verdict(FIRST_PART - number)
             if part.leaks:
                 verdict = Verdict(None, "what it saves is saved again outside of it")
             replay_s = None if verdict.seconds is None else min(verdict.seconds, part.end_s - part.begin_s)
             place = part.block, part.kind, part.first, part.last
-            blocks.append(Block(part.begin_s, replay_s, part.input_bytes, verdict.why_not, *place))
+            blocks.append(Block(part.begin_s, replay_s, part.given.nbytes, verdict.why_not, *place))
         return Facts(
             saved=saved,
             blocks=tuple(blocks),
@@ -274,11 +312,13 @@ class Places:
         """Find the place of what `block` saves now; None if nothing of as many bytes is to be saved there."""
         first = self.shared.first(at_hand.where(seen.stretch(block), root)) if self.shared.outside else None
         if first is not None and self._is_missing(seen, first, nbytes):
+            seen.saved_elsewhere.add(block)
             return self._meet(seen, first)
         inside = seen.place(block)
         place = self.shared.outside.get(inside, inside)
         runs_again = block in self.recomputed  # it saves its input first, whatever it saved first before
         if self.nbytes.get(place) == nbytes and not (runs_again and place == inside):
+            seen.saved_elsewhere.add(block)
             return place
         if runs_again:
             return self._input(seen, input_place(block), nbytes)

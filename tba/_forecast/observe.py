@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from .._audit.calls import call, scalar
 from .._blocks import find
 from .._blocks.call import kept_of
-from .._blocks.watch import Given
+from .._blocks.watch import Given, Input
 from .._errors import ConfigError
 from .._plan.facts import OUTSIDE, Block, Place, Saved
 from .._record.sighting import SMALL, Chains, Sighting, Sizes, recognise
@@ -86,7 +87,7 @@ class _Visit:
 
     module: nn.Module
     begin_s: float
-    input_bytes: int
+    given: Input
     within: tuple[int, ...]
     end_s: float = 0.0
 
@@ -109,12 +110,15 @@ class _Watch:
     clock: Clock
     sizes: Sizes
     visits: list[_Visit] = field(default_factory=list)
-    given: dict[type, Given] = field(default_factory=lambda: defaultdict(Given))
+    given: dict[type, Given] = field(init=False)
     open: list[int] = field(default_factory=list)
     entries: list[_Entry] = field(default_factory=list)
     small_bytes: int = 0
     _chains: Chains = field(default_factory=Chains)
     _asked_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.given = defaultdict(partial(Given, self.sizes.storage_bytes))
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int | None]:
         return tensor.detach(), self._entry(tensor)  # detached: a node that holds its own output would be a cycle
@@ -154,8 +158,8 @@ class _Watch:
             self.small_bytes += storage.nbytes()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nbytes = self.given[type(module)].new_bytes(arg for arg in kept_of(args, kwargs) if isinstance(arg, Tensor))
-        self.visits.append(_Visit(module, self.clock.now_s, nbytes, tuple(self.open)))
+        given = self.given[type(module)].take(arg for arg in kept_of(args, kwargs) if isinstance(arg, Tensor))
+        self.visits.append(_Visit(module, self.clock.now_s, given, tuple(self.open)))
         self.open.append(len(self.visits) - 1)
 
     def leave(self, *_: Any) -> None:
@@ -295,7 +299,8 @@ def _placed(watch: _Watch, turn_s: float, end_s: float) -> tuple[list[int], tupl
 
 
 def _block(visit: _Visit) -> Block:
-    return Block(visit.begin_s, visit.end_s - visit.begin_s, visit.input_bytes)
+    given = visit.given
+    return Block(visit.begin_s, visit.end_s - visit.begin_s, given.nbytes, stays_bytes=given.stays_bytes)
 
 
 def _note_gradient(clock: Clock, parameter: Tensor) -> None:

@@ -84,6 +84,7 @@ class Block:
         within: of a part, the index of its block; else OUTSIDE. A block recomputes whole, or some of its parts do.
         kind: of a part, its class.
         first, last: of a part, the numbers of its block's places from which on and up to which are its own.
+        stays_bytes: of the input, those that may not move.
     """
 
     begin_s: float
@@ -94,6 +95,12 @@ class Block:
     kind: str = ""
     first: int = 0
     last: int = 0
+    stays_bytes: int = 0
+
+    @property
+    def moving_bytes(self) -> int:
+        """Of the input, those that may move."""
+        return self.input_bytes - self.stays_bytes
 
     def scaled(self, ratio: float, replay_ratio: float) -> Block:
         """Return a block that takes `ratio` times as long, and its second run `replay_ratio` times."""
@@ -227,7 +234,15 @@ class Facts:
         """List what stands in `moved` for the inputs of these blocks; of parts, inputs stay."""
         count = len(self.saved)
         whole = (number for number in sorted(recomputed) if self.blocks[number].within == OUTSIDE)
-        return [count + number for number in whole if self.blocks[number].input_bytes and number in self.by_block]
+        return [count + number for number in whole if self.blocks[number].moving_bytes and number in self.by_block]
+
+    def keeping_inputs(self, of: Collection[int]) -> Facts:
+        """Return the facts of a step in which the inputs of these blocks may not move."""
+        blocks = [
+            replace(block, stays_bytes=block.input_bytes) if number in of else block
+            for number, block in enumerate(self.blocks)
+        ]
+        return replace(self, blocks=tuple(blocks))
 
     def input(self, number: int) -> Saved:
         """Return the input of a block that recomputes, as a storage: it is wanted ahead of all that the block saves."""
@@ -235,7 +250,7 @@ class Facts:
         asks_s = [self.saved[index].wanted_s for index in self.by_block[number]]
         # Its memory is given back as soon as backward, which has had all of the block, asks for something else.
         wanted_s, freed_s = math.nextafter(min(asks_s), -math.inf), math.nextafter(max(asks_s), math.inf)
-        return Saved(input_place(number), block.input_bytes, block.begin_s, wanted_s, freed_s=freed_s)
+        return Saved(input_place(number), block.moving_bytes, block.begin_s, wanted_s, freed_s=freed_s)
 
     def saving_inputs(self, moved: Collection[int], recomputed: Collection[int]) -> tuple[Facts, set[int]]:
         """Return the facts of a step in which inputs that move are storages, and what moves by its indices."""
@@ -246,7 +261,8 @@ class Facts:
         items = [*enumerate(self.saved), *((count + number, self.input(number)) for number in numbers)]
         items.sort(key=lambda item: item[1].saved_s)
         blocks = [
-            replace(block, input_bytes=0) if number in numbers else block for number, block in enumerate(self.blocks)
+            replace(block, input_bytes=block.stays_bytes) if number in numbers else block
+            for number, block in enumerate(self.blocks)
         ]
         indices = {index for index, (before, _) in enumerate(items) if before in moved}
         return replace(self, saved=tuple(each for _, each in items), blocks=tuple(blocks)), indices

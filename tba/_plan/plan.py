@@ -77,7 +77,7 @@ class Plan:
     def inputs(self) -> dict[Place, int]:
         """Of them, those that blocks which recompute save of their inputs."""
         count, moved = len(self.facts.saved), self.moved.intersection(self.facts.inputs(self.recomputed))
-        return {input_place(index - count): self.facts.blocks[index - count].input_bytes for index in moved}
+        return {input_place(index - count): self.facts.blocks[index - count].moving_bytes for index in moved}
 
     @cached_property
     def derives(self) -> frozenset[Place]:

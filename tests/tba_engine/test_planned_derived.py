@@ -73,7 +73,7 @@ def test_what_a_plan_derives_may_follow_from_what_moves(auto: Auto) -> None:
     assert_equal(training.state(), train(None, Training(), steps=7))
     plan = plans[-1]
     assert plan
-    moved = {plan.facts.saved[index].place for index in plan.moved}
+    moved = plan.sends.keys()
     assert any(moved & {*plan.facts.saved[index].sources} for index in plan.derived)
 
 

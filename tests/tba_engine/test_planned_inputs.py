@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 from support.clock import Counted
-from support.planned import ROWS, WIDTH, Training, assert_equal, departures, follow, train
+from support.planned import ROWS, WIDTH, Block, Training, assert_equal, departures, follow, train
 from tba import offload_context
 from tba._plan import clock
 
@@ -43,6 +45,47 @@ def test_inputs_of_blocks_that_recompute_move_and_come_back_bit_for_bit(scratch:
     assert 0 < written - before <= 1.05 * sum(plan.sends.values()) + 4096 * len(plan.sends)
     assert plan.measured is not None
     assert plan.measured.peak_bytes <= BUDGET
+
+
+class Sliced(nn.Module):
+    """Each block is given all rows but the first of what the one before has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x[1:])
+        return x
+
+
+@pytest.mark.parametrize("how", ["slices", "small"])
+def test_inputs_that_cannot_move_are_not_planned_to(how: str, scratch: Path) -> None:
+    training = Training(layers=LAYERS)
+    if how == "slices":
+        training.model = cast(Any, Sliced())
+        training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.05)
+    least_bytes = INPUT_BYTES + 4096 if how == "small" else 4096
+    offload = offload_context(
+        training.model,
+        "auto",
+        memory_budget=BUDGET,
+        min_tensor_bytes=least_bytes,
+        derive=False,
+        storage_paths=scratch,
+    )
+    plan = follow(offload, training, 7)[-1]
+    stats = offload.stats()
+    offload.close()
+    assert plan
+    assert plan.recomputed
+    assert plan.inputs == {}
+    assert plan.measured is not None
+    kept_bytes = sum(plan.facts.blocks[block].input_bytes for block in plan.recomputed)
+    kept_bytes = kept_bytes if how == "small" else 0  # which no ledger counts
+    assert plan.measured.peak_bytes + kept_bytes <= BUDGET
+    assert stats.written_bytes > 0
 
 
 def test_an_input_that_is_edited_after_its_block_is_refused_as_pytorch_does(scratch: Path) -> None:
