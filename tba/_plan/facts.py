@@ -252,16 +252,21 @@ class Facts:
         wanted_s, freed_s = math.nextafter(min(asks_s), -math.inf), math.nextafter(max(asks_s), math.inf)
         return Saved(input_place(number), block.moving_bytes, block.begin_s, wanted_s, freed_s=freed_s)
 
+    def at(self, index: int) -> Saved:
+        """Return what stands in `moved` at an index: a storage, or the input of a block that recomputes."""
+        count = len(self.saved)
+        return self.saved[index] if index < count else self.input(index - count)
+
     def saving_inputs(self, moved: Collection[int], recomputed: Collection[int]) -> tuple[Facts, set[int]]:
         """Return the facts of a step in which inputs that move are storages, and what moves by its indices."""
         count = len(self.saved)
-        numbers = [index - count for index in moved if index >= count and index - count in recomputed]
-        if not numbers:
+        inputs = set(self.inputs(recomputed)).intersection(moved)
+        if not inputs:
             return self, {index for index in moved if index < count}
-        items = [*enumerate(self.saved), *((count + number, self.input(number)) for number in numbers)]
+        items = [(index, self.at(index)) for index in (*range(count), *sorted(inputs))]
         items.sort(key=lambda item: item[1].saved_s)
         blocks = [
-            replace(block, input_bytes=block.stays_bytes) if number in numbers else block
+            replace(block, input_bytes=block.stays_bytes) if count + number in inputs else block
             for number, block in enumerate(self.blocks)
         ]
         indices = {index for index, (before, _) in enumerate(items) if before in moved}

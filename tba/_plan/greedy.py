@@ -21,7 +21,7 @@ from itertools import chain, combinations
 
 from .._memory.ledger import held_limit_bytes
 from .bound import least_s
-from .facts import Facts, Saved
+from .facts import Facts
 from .plan import Plan
 from .simulate import simulate
 
@@ -263,7 +263,7 @@ def _moving_enough(facts: Facts, budget_bytes: int, recomputed: frozenset[int], 
 
 def _enough_of(candidates: Sequence[int], facts: Facts, budget_bytes: int, recomputed: frozenset[int]) -> Plan:
     """Move as much of these as `_moving_enough` says."""
-    sizes = [_at(facts, index).nbytes for index in candidates]
+    sizes = [facts.at(index).nbytes for index in candidates]
     most_bytes = min(sum(sizes), facts.most_moved_bytes)
 
     def moving(nbytes: float) -> Plan:
@@ -295,19 +295,13 @@ def _pays(facts: Facts, number: int) -> bool:
     return block.replay_s is not None and facts.block_bytes(number) > block.input_bytes
 
 
-def _at(facts: Facts, index: int) -> Saved:
-    """Return what stands in `moved` at an index: a storage, or the input of a block that recomputes."""
-    count = len(facts.saved)
-    return facts.saved[index] if index < count else facts.input(index - count)
-
-
 def movable(facts: Facts, recomputed: frozenset[int], budget_bytes: int, inputs: Iterable[int] = ()) -> list[int]:
     """List what may move, in order of forward: not what backward asks for before a write of it would be done."""
     found, late_bytes = [], 0
     limit_bytes = held_limit_bytes(budget_bytes, facts.largest_bytes)
     window_bytes = min(facts.read_ahead_bytes + facts.replay_bytes(recomputed), limit_bytes // 2)
     again = facts.again(recomputed)
-    items = [(index, _at(facts, index)) for index in chain(facts.movable, inputs)]
+    items = [(index, facts.at(index)) for index in chain(facts.movable, inputs)]
     items.sort(key=lambda item: item[1].saved_s)
     for index, each in reversed(items):
         if each.place in again:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from .._text import as_html, as_text, size
 from .bound import lower_bound_s
-from .facts import OUTSIDE, Facts, Link, Place, Spill, input_place
+from .facts import OUTSIDE, Facts, Link, Place, Spill
 from .picture import draw
 from .simulate import Moment, Timeline, simulate
 
@@ -76,8 +76,8 @@ class Plan:
     @cached_property
     def inputs(self) -> dict[Place, int]:
         """Of them, those that blocks which recompute save of their inputs."""
-        count, moved = len(self.facts.saved), self.moved.intersection(self.facts.inputs(self.recomputed))
-        return {input_place(index - count): self.facts.blocks[index - count].moving_bytes for index in moved}
+        moved = map(self.facts.at, self.moved.intersection(self.facts.inputs(self.recomputed)))
+        return {each.place: each.nbytes for each in moved}
 
     @cached_property
     def derives(self) -> frozenset[Place]:
