@@ -230,7 +230,7 @@ def _table(way: str, sizes: LlamaSizes, arms: Mapping[str, Measured], saved_byte
             lambda arm: plan(arm, lambda plans: ", ".join(mib(each["moved_bytes"]) for each in plans)),
         ),
         ("waited ms", lambda arm: plan(arm, lambda plans: f"{_waited_ms(arm):.0f}")),
-        ("agreed ms: to the plan, a step", lambda arm: plan(arm, lambda plans: _agreed_ms(arm))),
+        ("agreed ms: to the plan (last to come), a step", lambda arm: plan(arm, lambda plans: _agreed_ms(arm))),
         *files,
     )
 
@@ -252,10 +252,18 @@ _FILES: Sequence[Column] = (
 
 
 def _agreed_ms(arm: Measured) -> str:
-    """Milliseconds that the slowest rank spent in meetings before the timed steps, and in one of those."""
-    spent: Sequence[float] = arm.moved["agreeing_s"]  # type: ignore[assignment]
+    """Milliseconds spent in meetings before the timed steps, and in one of those.
+
+    Of the slowest rank; in parentheses, of the rank that spent least in each of these steps. It came last to most of
+    their meetings, and waited for no other rank there: an upper bound of what meetings cost once all ranks have come.
+    """
+    spent, last = (_seconds(arm, name) for name in ("agreeing_s", "last_agreeing_s"))
     before, timed = spent[: -len(arm.wall_s)], spent[-len(arm.wall_s) :]
-    return f"{1e3 * sum(before):.0f}, {1e3 * median(timed):.1f}"
+    return f"{1e3 * sum(before):.0f} ({1e3 * sum(last[: -len(arm.wall_s)]):.0f}), {1e3 * median(timed):.1f}"
+
+
+def _seconds(arm: Measured, name: str) -> Sequence[float]:
+    return arm.moved[name]  # type: ignore[return-value]
 
 
 def _waited_ms(arm: Measured) -> float:

@@ -259,6 +259,7 @@ class RanksArm:
             other.receive(timeout_s=_TIMEOUT_S)
         self.about = self._own.about
         self._agreeing_s: list[float] = []  # in each step, of the rank that took longest
+        self._last_s: list[float] = []  # of the rank that took least: it came last, and waited for no other
 
     def turn(self, index: int) -> dict[str, Any]:
         """Take one step on all ranks."""
@@ -269,8 +270,10 @@ class RanksArm:
         moved: dict[str, Any] = {}
         if plans:
             moved = {name: max(plan[name] for plan in plans) for name in ("wait_s", "backpressure_s")}
-            self._agreeing_s.append(max(plan["agreement_s"] for plan in plans))
-            moved["agreeing_s"] = self._agreeing_s
+            spent_s = [plan["agreement_s"] for plan in plans]
+            self._agreeing_s.append(max(spent_s))
+            self._last_s.append(min(spent_s))
+            moved |= {"agreeing_s": self._agreeing_s, "last_agreeing_s": self._last_s}
             moved |= {"written_bytes": sum(plan["written_bytes"] for plan in plans), "plans": plans}
         figures = [answer["figures"] for answer in answers]
         return {

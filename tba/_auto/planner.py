@@ -40,11 +40,12 @@ from io_backends import interrupts
 from .._blocks import find
 from .._blocks.call import kept_of
 from .._blocks.forwards import Forwards
+from .._blocks.given import Given
 from .._blocks.recompute import recompute
 from .._blocks.shared_storages import AtHand
 from .._blocks.timeline import Timeline
 from .._blocks.trial import Trial
-from .._blocks.watch import Given, Places, Watch
+from .._blocks.watch import Places, Watch
 from .._config import OffloadConfig
 from .._errors import BudgetError
 from .._group.decision import Decision, Share

@@ -16,58 +16,13 @@ from torch import Tensor, nn
 
 from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved, input_place
 from .._torch.modes import quiet
+from .given import Given, Input
 from .shared_storages import AtHand, SharedStorages, has_storage
 from .timeline import Timeline
 from .trial import Trial, Verdict
 
 FIRST_PART = OUTSIDE - 1  # the number of the first part's visit, below which those of others are
 _APART_S = 1e-9  # of two times in a row, at least: their order is told by them
-
-
-@dataclass
-class Input:
-    """What a block is given, and none was before: what it saves where it recomputes.
-
-    Attributes:
-        nbytes: of it.
-        stays_bytes: of them, those that no plan moves: of small tensors, of slices, of weights, and of what other
-            blocks are given too, which the first block of backward wants.
-    """
-
-    nbytes: int = 0
-    stays_bytes: int = 0
-
-
-class Given:
-    """The tensor objects that blocks of one class have been given in a step; those of `least_bytes` may move."""
-
-    def __init__(self, least_bytes: int = 0) -> None:
-        self._least_bytes = least_bytes
-        # By id, which another may have once it has died: the tensor, the input it is in, and its bytes that may move.
-        self._known: dict[int, tuple[weakref.ref[Tensor], Input, int]] = {}
-
-    def take(self, tensors: Iterable[Tensor]) -> Input:
-        """Note what a block is given. A mask or a bias that all blocks are given is in the first one's input."""
-        new, found = Input(), dict[int, int]()
-        moving: dict[int, int] = {}
-        for tensor in tensors:
-            reference, given, moves_bytes = self._known.get(id(tensor), (None, new, 0))
-            if reference is not None and reference() is tensor:
-                if given is not new:
-                    given.stays_bytes += moves_bytes
-                    self._known[id(tensor)] = reference, given, 0
-                continue
-            storage = tensor.untyped_storage()
-            moves = storage.nbytes() == tensor.nbytes >= self._least_bytes and not (
-                tensor.is_leaf and tensor.requires_grad
-            )
-            known = moving.get(id(storage))
-            moving[id(storage)] = moves_bytes = tensor.nbytes if moves and known != 0 else 0
-            found[id(storage)] = tensor.nbytes
-            self._known[id(tensor)] = weakref.ref(tensor), new, moves_bytes if known is None else 0
-        new.nbytes = sum(found.values())
-        new.stays_bytes = new.nbytes - sum(moving.values())
-        return new
 
 
 @dataclass

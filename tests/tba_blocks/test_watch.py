@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tba._blocks.given import Input
 from tba._blocks.shared_storages import AtHand, SharedStorages
-from tba._blocks.watch import Given, Input, Places, Watch
+from tba._blocks.watch import Places, Watch
 from tba._plan.facts import OUTSIDE, Place, input_place
 
 SHARED = Place(OUTSIDE, -1)
@@ -71,24 +72,3 @@ def test_what_is_shared_but_not_near_is_told_by_its_bytes() -> None:
 def test_where_the_block_that_saved_it_first_saves_it_nothing_is_lent() -> None:
     places = Places({SHARED: 8, Place(1, 0): 4}, shared())
     assert places.find(Watch(0.0), 1, NOTHING, None, 8) is None
-
-
-def test_what_blocks_are_given_counts_once() -> None:
-    given, mask = Given(), torch.zeros(3)
-    x, y = torch.zeros(5), torch.zeros(7)
-    assert given.take([x, mask, x.view(5), x]).nbytes == (5 + 3) * 4
-    assert given.take([y, mask]).nbytes == 7 * 4
-    del y
-    assert given.take([torch.zeros(7), mask]).nbytes == 7 * 4  # perhaps where the other was
-
-
-def test_of_an_input_only_whole_tensors_of_one_block_may_move() -> None:
-    given, mask, weight = Given(least_bytes=16), torch.zeros(8), torch.zeros(8, requires_grad=True)
-    x = torch.zeros(8)
-    first = given.take([x, mask, x.view(2, 4), x])
-    assert (first.nbytes, first.stays_bytes) == (64, 0)
-    second = given.take([torch.zeros(9)[1:], torch.zeros(3), mask, weight, torch.zeros(1).expand(8)])
-    assert (second.nbytes, second.stays_bytes) == (32 + 12 + 32 + 32, 32 + 12 + 32 + 32)
-    assert (first.nbytes, first.stays_bytes) == (64, 32)  # the mask is wanted by the first block of backward
-    given.take([mask])
-    assert first.stays_bytes == 32
