@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from .._audit.calls import call, scalar
 from .._blocks import find
 from .._blocks.call import kept_of
-from .._blocks.watch import Given, Input
+from .._blocks.given import Given, Input
 from .._errors import ConfigError
 from .._plan.facts import OUTSIDE, Block, Place, Saved
 from .._record.sighting import SMALL, Chains, Sighting, Sizes, recognise
