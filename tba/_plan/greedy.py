@@ -48,7 +48,7 @@ def decide(facts: Facts, budget_bytes: int, *, moves: bool = True, recomputes: b
         The fastest plan found that fits the budget; if none does, the one with the least peak. None exceeds the cap.
     """
     best = _best(facts, budget_bytes, moves=moves, recomputes=recomputes)
-    if not best.idle or not best.fits:
+    if not (best.fits and (best.idle or best.predicted.step_s <= (1 + _NEAR) * best.bound_s)):
         for derived in _derived(facts, budget_bytes):
             plan = _deriving(facts, budget_bytes, derived, moves=moves, recomputes=recomputes)
             best = min(best, plan, key=_rank)

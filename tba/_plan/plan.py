@@ -50,6 +50,8 @@ class Plan:
         decide: made it, and can do so from other facts or for another budget; None where a fixed rule did.
         reason, made_in: why it took the place of another plan, and at the end of which step; "" and 0 if it did not.
         tried: what came of trying another plan in its place, in words; "" if none was.
+        decided_s, stood: seconds that the step computed by the facts that it was last decided from, if these are others
+            now; and how often deciding anew since has come to nothing better.
         agreed: which ranks recompute alike by it, and which of them binds, in words; "" if this one decided alone.
     """
 
@@ -65,6 +67,8 @@ class Plan:
     tried: str = ""
     agreed: str = ""
     derived: frozenset[int] = frozenset()
+    decided_s: float = 0.0
+    stood: int = 0
 
     @cached_property
     def sends(self) -> dict[Place, int]:

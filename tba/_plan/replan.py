@@ -78,6 +78,10 @@ def follow_up(plan: Plan, shown: Shown, decide: Callable[[Facts, int], Plan]) ->
 
     A new one says why it was made (`Plan.reason`). It takes the place of one that fits only if it is faster by more
     than the step that a change costs.
+
+    To decide takes dozens of simulated steps, and where other programs run the pace changes in every other step. So
+    `decide` is called only where it may find a faster plan: not near the lower bound; and each time that a plan has
+    stood although the pace had changed, the pace has to change twice as much before it is asked again.
     """
     weight = _FORGET if plan.measured is not None else 1.0  # what the watched steps told was of other steps
     measured, link = replace(plan, measured=shown.measured), shown.facts.link
@@ -85,13 +89,22 @@ def follow_up(plan: Plan, shown: Shown, decide: Callable[[Facts, int], Plan]) ->
     if reason is None and link.times(plan.facts.link) <= _DRIFT:
         return measured
     facts = shown.facts.scaled(shown.pace**weight, replays=shown.replays)
-    still = measured.under(facts, shown.budget_bytes)
+    still = replace(measured.under(facts, shown.budget_bytes), decided_s=plan.decided_s or plan.facts.step_s)
     if reason is None:
         if still.fits:
             return still
         name, ratio = link.change(plan.facts.link)
         reason = f"with a {name} that carries {ratio:.2g} times what it did, it no longer fits"
+    by_pace = reason_to_replan(plan, replace(shown, pace=1.0)) is None
+    if still.fits and (still.predicted.step_s <= _WORTH * still.bound_s or (by_pace and not _asks(still))):
+        return still
     new = decide(facts, shown.budget_bytes)
     if still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s:
-        return still
+        return replace(still, stood=still.stood + by_pace, decided_s=facts.step_s)
     return replace(new, reason=reason)
+
+
+def _asks(plan: Plan) -> bool:
+    """Whether the pace has changed enough since `plan` was decided on for another to be looked for."""
+    ratio = plan.facts.step_s / plan.decided_s
+    return not plan.stood or max(ratio, 1 / ratio) - 1 > _OTHER_PACE * 2**plan.stood

@@ -163,3 +163,31 @@ def test_the_pace_is_that_of_computation_alone() -> None:
     assert pace(PLAN, 1.1 * on_host + 0.25, 0.25, replays=True) == pytest.approx(1.1)
     assert pace(PLAN, 1.1 * FACTS.step_s + replayed_s + 0.25, 0.25, replays=False) == pytest.approx(1.1)
     assert pace(PLAN, 0.1, 0.2, replays=True) == 1.0  # what was lost is an estimate
+
+
+TIGHT = decide(FACTS, 30 * MIB)
+
+
+def test_near_the_bound_no_other_plan_is_looked_for() -> None:
+    roomy = decide(FACTS, 150 * MIB)
+    assert roomy.predicted.step_s <= 1.02 * roomy.bound_s
+    plan = follow_up(roomy, shown(pace=1.3, budget_bytes=150 * MIB), never)
+    assert plan.decides_as(roomy)
+    assert plan.facts.step_s == pytest.approx(1.3 * FACTS.step_s)
+    assert (plan.measured, plan.reason) == (MEASURED, "")
+
+
+def test_a_pace_that_comes_and_goes_has_a_plan_that_stands_decided_ever_more_seldom() -> None:
+    assert TIGHT.fits
+    assert TIGHT.predicted.step_s > 1.02 * TIGHT.bound_s
+    plan, asked = TIGHT, list[Facts]()
+    for _ in range(20):
+        for each in (1.25, 1 / 1.25):
+            plan = follow_up(plan, shown(plan.facts, pace=each, budget_bytes=30 * MIB), deciding(asked))
+    assert plan.decides_as(TIGHT)
+    often = len(asked)
+    assert 1 <= often <= 3
+    follow_up(plan, shown(plan.facts, pace=1 / 9, budget_bytes=30 * MIB), deciding(asked))
+    assert len(asked) == often + 1  # another pace than it has ever been decided for
+    follow_up(plan, shown(linked(0.5), budget_bytes=30 * MIB), deciding(asked))
+    assert len(asked) == often + 2  # another reason, for which a plan never just stands
