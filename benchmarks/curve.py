@@ -85,7 +85,7 @@ class Set:
         layers: of each model; None: its own number.
         settings: fields of `OffloadConfig` for every arm of tba.
         link_bytes_per_s: bandwidth between a simulated device and the host, each way; None for no limit.
-        warm_up: steps before the timed ones: two that are watched, three by a plan, three by a rival.
+        warm_up: steps before the timed ones: two that are watched, three by a plan, six by a rival.
         rounds: timed steps of each arm.
         starts: sets of processes that these steps are spread over.
     """
@@ -98,7 +98,7 @@ class Set:
     layers: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     link_bytes_per_s: float | None = None
-    warm_up: int = 9
+    warm_up: int = 11
     rounds: int = 6
     starts: int = 1
 

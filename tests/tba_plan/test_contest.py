@@ -43,26 +43,41 @@ def test_there_is_none_where_nothing_else_fits_or_all_else_is_slow() -> None:
     assert rival(replace(PLAN, decide=None)) is None  # of a fixed rule
 
 
-@pytest.mark.parametrize(("share", "wins"), [(0.9, True), (0.98, False), (1.2, False)])
-def test_each_has_three_steps_and_the_faster_one_stays(share: float, wins: bool) -> None:
-    rival_s = share * SLOW_S
+def tried_on(shares: list[float]) -> tuple[Contest, Plan, Plan]:
+    """Have a rival take so many times as long in each three of its steps; return what came of it, and the rival."""
     contest, plan = carry_out(Contest(), PLAN, [9.0, SLOW_S])  # the first of three does not count
     assert plan is PLAN
     contest, tried = carry_out(contest, plan, [SLOW_S + 0.1])
-    assert contest.tries
-    assert not tried.sends
-    assert "on trial" in str(tried)
-    contest, tried = carry_out(contest, tried, [0.1, rival_s])
-    assert contest.tries
-    contest, last = carry_out(contest, tried, [rival_s + 0.1])
-    assert (contest.over, contest.tries, last.decides_as(tried), last.decides_as(PLAN)) == (True, False, wins, not wins)
-    told = f"recomputing {len(tried.recomputed)} blocks and moving nothing"
-    lines = str(last)
-    if wins:
-        assert f"a step takes {rival_s:.3f} s, not {SLOW_S:.3f} s: {told}" in lines
-        assert "on trial" not in lines
-    else:
-        assert f"tried for 3 steps: {told} took {rival_s:.3f} s a step, not {SLOW_S:.3f} s" in lines
+    last = tried
+    for share in shares:
+        assert contest.tries
+        assert not last.sends
+        assert "on trial" in str(last)
+        contest, last = carry_out(contest, last, [0.1, share * SLOW_S])
+        assert contest.tries
+        contest, last = carry_out(contest, last, [share * SLOW_S + 0.1])
+    return contest, last, tried
+
+
+def instead(rival: Plan) -> str:
+    return f"recomputing {len(rival.recomputed)} blocks and moving nothing"
+
+
+@pytest.mark.parametrize("second", [0.9, 0.99])
+def test_a_rival_that_is_faster_twice_stays(second: float) -> None:
+    contest, last, tried = tried_on([0.9, second])
+    assert (contest.over, contest.tries, last.decides_as(tried)) == (True, False, True)
+    assert f"a step takes {second * SLOW_S:.3f} s, not {SLOW_S:.3f} s: {instead(tried)}" in str(last)
+    assert "on trial" not in str(last)
+    assert carry_out(contest, last, [5.0, 0.1])[1] is last
+
+
+@pytest.mark.parametrize("shares", [[0.98], [1.2], [0.9, 1.01]])
+def test_one_that_is_slower_or_was_faster_once_by_chance_gives_way(shares: list[float]) -> None:
+    contest, last, tried = tried_on(shares)
+    assert (contest.over, contest.tries, last.decides_as(PLAN)) == (True, False, True)
+    steps, rival_s = 3 * len(shares), shares[-1] * SLOW_S
+    assert f"tried for {steps} steps: {instead(tried)} took {rival_s:.3f} s a step, not {SLOW_S:.3f} s" in str(last)
     assert carry_out(contest, last, [5.0, 0.1])[1] is last
 
 
