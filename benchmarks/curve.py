@@ -189,9 +189,9 @@ SETS: Mapping[str, Set] = {
         families=("llama",),
         rounds=4,
     ),
-    # Budgets beside the fixed policies. The lowest brings the peak down to about that of full checkpointing.
+    # Budgets beside the fixed policies. The lowest is less than what full checkpointing keeps.
     "auto": Set(
-        arms=(_PLAIN, _nvme(), _PEERS[0], _RULE, _FREE, *map(_auto, (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, _FITS))),
+        arms=(_PLAIN, _nvme(), _PEERS[0], _RULE, _FREE, *map(_auto, (0.05, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, _FITS))),
         few=(PLAIN, NVME, CHECKPOINT, "auto 0.40", f"auto {_FITS:.2f}"),
         rounds=12,
         starts=2,

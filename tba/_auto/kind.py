@@ -15,6 +15,7 @@ from .._plan.contest import STEPS, WARM_UP, Contest
 from .._plan.greedy import decide_moves, fitting
 from .._plan.plan import Plan
 from .course import Entry
+from .joint import SURVEYING, TIMING, TRYING, Phase, Said
 
 _OFF = 0.05  # share of a step by which it waits longer, or less, than its plan foresees, where more than chance does it
 _TIMES = 2  # such steps in a row: in one of them others may have used the disk
@@ -86,6 +87,26 @@ class Kind:
         self.wants, self.decision, self.seconds = False, decision, ()
         self.contest = Contest(over=True)  # a rival would recompute other blocks
         return replace(plan, agreed=decision.told, tried=decision.tried)
+
+    def survey(self) -> None:
+        """Have its blocks found anew."""
+        self.end_plan()
+        self.blocks = False
+
+    def says(self, name: str, phase: Phase, model: nn.Module | None, *, amid: bool) -> Said:
+        """Tell what this rank says of it where ranks meet; `amid` a step of several forwards."""
+        step_s = self.fastest_s if phase is TIMING else None
+        tells = step_s is not None or (phase is TRYING and self.decision is None)
+        share = self.share if tells else None  # it is large
+        blocks = self._paths(model) if phase is SURVEYING else None
+        return Said(name, self.wants, blocks, share, self.decision, step_s, amid)
+
+    def _paths(self, model: nn.Module | None) -> tuple[str, ...] | None:
+        """Name the blocks that ranks are to try together; None if this one has not found them yet."""
+        if not self.blocks or model is None:
+            return None
+        blocks = {module for reference in self.modules if (module := reference()) is not None}
+        return tuple(path for path, module in model.named_modules() if module in blocks)
 
     def time(self, step_s: float) -> None:
         """Note what a step by the plan took."""

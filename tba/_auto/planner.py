@@ -64,12 +64,12 @@ from .._transfer.cost import Cost
 from .._transfer.daily_allowance import Allowance
 from .acted import Acted
 from .course import Entry
-from .joint import ALONE, LOOKING, SURVEYING, TIMING, TRYING, Joint, Said
+from .joint import ALONE, LOOKING, SURVEYING, TIMING, TRYING, Joint
 from .kind import Kind
+from .kinds import Kinds
 from .pace import Pace
 from .write_cap import write_cap
 
-_MOST_KINDS = 16
 _MOST_WATCHED = 1 << 16  # storages or blocks, after which forwards without a backward begin to be watched anew
 _MOST_CONTESTS = 3  # of a kind: each has steps by a plan that may be slower
 _MOST_DEPARTURES = 3  # of steps called alike, which then are not watched any more: each watch runs every block again
@@ -98,6 +98,7 @@ class Planner:
     Attributes:
         plan: the last that was made.
         kind: of the step under way.
+        kinds: all that have been seen.
         followed: the plan of the last step, as it is since; None if that went by none.
         follows: the step under way does what one before did, and only what is to go has records.
         put_aside: numbers of records that a trial was the first to save; autograd may do so later.
@@ -139,8 +140,8 @@ class Planner:
         named = find.named(model(), config.blocks) if config.blocks is not None else ()
         self._named = [weakref.ref(module) for module in named]  # by the user, who hears of a wrong name now
         self._forwards = Forwards()
-        self._kinds: dict[Hashable, Kind] = {}
-        self.kind = self._kinds.setdefault(None, Kind())  # of steps whose forward is not seen
+        self.kinds = Kinds()
+        self.kind = self.kinds.unseen
         self.follows = False
         self._spoilt = False  # the step under way tells nothing
         self._now: Watch | None = None
@@ -203,21 +204,15 @@ class Planner:
         if joint is None or joint.phase is ALONE:
             return False
         with self._lock:
-            kind = self._kinds.setdefault(key, Kind())
+            kind = self.kinds.of(key)
         new = None
         if joint.begin_forward():
-            blocks = self._paths(kind) if joint.phase is SURVEYING else None
-            step_s = kind.fastest_s if joint.phase is TIMING else None
-            tells = step_s is not None or (joint.phase is TRYING and kind.decision is None)
-            share = kind.share if tells else None  # it is large
-            amid = self._now is not None
-            new = joint.meet(Said(repr(key), kind.wants, blocks, share, kind.decision, step_s, amid))
+            new = joint.meet(kind.says(repr(key), joint.phase, self._model(), amid=self._now is not None))
         with self._lock:
             if isinstance(new, Decision):
                 self._bind(kind, new)
             elif new is SURVEYING:
-                kind.end_plan()
-                kind.blocks = False
+                kind.survey()
                 self._candidates(kind)
             elif new in (LOOKING, ALONE):
                 self._end_trials()
@@ -226,19 +221,11 @@ class Planner:
         stands = joint.carry_out(which if together else None)
         with self._lock:
             if not stands:
-                self._fall_back(self._kinds.values() if joint.phase is ALONE else (kind,))
+                self._fall_back(self.kinds if joint.phase is ALONE else (kind,))
             if self._now is not None and (new is not None or not stands):
                 self._spoilt = True  # in the midst of a step of several forwards
             planned = kind.decision is not None and kind.plan is not None and not kind.plan.idle
         return joint.phase in (SURVEYING, TRYING, TIMING) or planned
-
-    def _paths(self, kind: Kind) -> tuple[str, ...] | None:
-        """Name the blocks that ranks are to try together; None if this one has not found them yet."""
-        model = self._model()
-        if not kind.blocks or model is None:
-            return None
-        blocks = {module for reference in kind.modules if (module := reference()) is not None}
-        return tuple(path for path, module in model.named_modules() if module in blocks)
 
     def _bind(self, kind: Kind, decision: Decision) -> None:
         """Have a kind of step recompute what all ranks do."""
@@ -246,7 +233,7 @@ class Planner:
 
     def _end_trials(self) -> None:
         """Go back to what was decided before a trial that ranks have not brought to an end."""
-        for kind in self._kinds.values():
+        for kind in self.kinds:
             if (decision := kind.decision) is not None and decision.against is not None:
                 self._bind(kind, decision.against)
 
@@ -254,7 +241,7 @@ class Planner:
         """Have the other ranks wait for this one no more."""
         if self._joint is not None:
             self._joint.leave()
-            self._fall_back(self._kinds.values())
+            self._fall_back(self.kinds)
 
     def _fall_back(self, kinds: Iterable[Kind]) -> None:
         """Follow no plan any more that ranks have agreed on."""
@@ -269,15 +256,12 @@ class Planner:
         `capacity_bytes`: that the store may hold; None for no limit, or no store yet.
         """
         self._capacity_bytes = capacity_bytes
-        kind = self._kinds.pop(key, Kind())
-        self._kinds[key] = kind  # at the end: the last that was called is the last to be forgotten
+        kind = self.kinds.call(key)
         seen = self._now
         if seen is not None and max(len(seen.saved), len(seen.visits)) > _MOST_WATCHED:
             self._now = None
         if (self._strict or self._by_rule) and not kind.watched:
             self._candidates(kind)
-        if len(self._kinds) > _MOST_KINDS:
-            del self._kinds[next(iter(self._kinds))]
         if self._strict and kind.plan is not None and not kind.plan.fits:
             facts = replace(kind.plan.facts, cap=self._cap(kind.plan.facts))
             # The disk and the day may have room again.
@@ -518,7 +502,7 @@ class Planner:
             if course is not None and plan is not None and kind.plan is not None and kind.plan.decides_as(plan):
                 kind.course = course
         self.followed = kind.plan if plan is not None else None
-        self._begin(self._kinds.setdefault(None, Kind()))  # until a forward tells of which kind the next is
+        self._begin(self.kinds.unseen)  # until a forward tells of which kind the next is
 
     def _learn(self, kind: Kind, seen: Watch, sent_bytes: int, on_device: bool) -> None:
         budget_bytes = self._ledger.look_at_room()

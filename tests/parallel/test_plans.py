@@ -229,7 +229,7 @@ def _two_kinds(rank: int, folder: str) -> None:
         offload = offload_context(model, "auto", **_settings(0, folder, memory_budget=160_000))
         assert_bit_equal(run(model, offload), plain, f"rank {rank}:")
         assert offload._saver.planner is not None
-        decided = [kind.decision for kind in offload._saver.planner._kinds.values() if kind.plan is not None]
+        decided = [kind.decision for kind in offload._saver.planner.kinds if kind.plan is not None]
         assert [each is not None and bool(each.recomputed) for each in decided] == [True, True]
         every: list[Any] = [None, None]
         dist.all_gather_object(every, decided)

@@ -51,7 +51,7 @@ def _step(model: nn.Module, offload: Offloader | None, seed: int = 0) -> list[Te
 
 def _course(offload: Offloader) -> list[Entry] | None:
     assert offload._saver.planner is not None
-    return next((kind.course for kind in offload._saver.planner._kinds.values() if kind.plan), None)
+    return next((kind.course for kind in offload._saver.planner.kinds if kind.plan), None)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_small_tensors_now_and_then_change_nothing(followed: Callable[..., tuple
             model.layers[0].one.register_forward_hook(lambda *_: None if small.sin().exp().requires_grad else 1)
         _step(model, offload, seed)
     offload.stats()
-    assert all(not kind.departures for kind in offload._saver.planner._kinds.values())  # type: ignore[union-attr]
+    assert all(not kind.departures for kind in offload._saver.planner.kinds)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("sines", [1, 12])
@@ -170,7 +170,7 @@ def test_a_default_device_leaves_plans_alone(auto: Auto) -> None:
             assert_bit_equal(_step(model, offload, seed), _step(plain, None, seed))
     assert offload.plan
     assert _course(offload) is not None
-    assert all(not kind.departures for kind in offload._saver.planner._kinds.values())  # type: ignore[union-attr]
+    assert all(not kind.departures for kind in offload._saver.planner.kinds)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("layers", [20, 14, 10])
@@ -200,7 +200,7 @@ def test_a_backward_after_the_context_does_not_shift_the_next_step(
             loss.backward(retain_graph=True)
         loss.backward()
         del loss
-    assert all(not kind.departures for kind in offload._saver.planner._kinds.values())  # type: ignore[union-attr]
+    assert all(not kind.departures for kind in offload._saver.planner.kinds)  # type: ignore[union-attr]
 
 
 def test_codecs_see_every_tensor(auto: Auto) -> None:
