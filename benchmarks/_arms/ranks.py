@@ -259,7 +259,7 @@ class RanksArm:
             other.receive(timeout_s=_TIMEOUT_S)
         self.about = self._own.about
         self._agreeing_s: list[float] = []  # in each step, of the rank that took longest
-        self._last_s: list[float] = []  # of the rank that took least: it came last, and waited for no other
+        self._last_s: list[float] = []  # of the rank that took least: it came last to most meetings
 
     def turn(self, index: int) -> dict[str, Any]:
         """Take one step on all ranks."""

@@ -595,7 +595,8 @@ class Planner:
         if kind.contest.tries and stands(plan, shown):
             new = replace(plan, measured=shown.measured)
         else:
-            new = follow_up(plan, shown, partial(self._decide, before=plan))
+            before = kind.contest.stood or plan  # what was timed under other conditions tells nothing more
+            new = follow_up(before, shown, partial(self._decide, before=before))
         if not new.decides_as(plan):
             kind.contest = Contest(over=bool(plan.agreed) or kind.contests >= _MOST_CONTESTS)
             kind.contests += 1

@@ -54,7 +54,7 @@ class Given:
             else:
                 source.share()
         for each in views.values():
-            nbytes = max(tensor.nbytes for tensor in each)
+            nbytes = min(each[0].untyped_storage().nbytes(), sum(tensor.nbytes for tensor in each))
             source = _Source(taken, nbytes if all(map(self._may_move, each)) else 0)
             taken.nbytes += nbytes
             taken.stays_bytes += nbytes - source.moves_bytes

@@ -22,7 +22,7 @@ _ROUNDS = 60  # of the search, each of which leaves two thirds of the range
 
 def lower_bound_s(facts: Facts, budget_bytes: int) -> float:
     """Return the seconds of forward and backward that no plan within the budget can stay below."""
-    excess_bytes = facts.saved_bytes - budget_bytes
+    excess_bytes = facts.held_bytes - budget_bytes
     if excess_bytes <= 0:
         return facts.step_s
     recompute_s = _Recompute(facts)

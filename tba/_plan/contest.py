@@ -1,7 +1,8 @@
 """Contest: a plan and its rival are carried out for a few steps each; the faster one stays. Pure.
 
-The rival has to be faster twice: by a margin in its first few steps, and in as many after those. Where other programs
-run, three steps of one plan may well be faster than three of another by chance, and the loss would last.
+The rival has to be faster twice: by a margin in its first few steps, and by any in the same number after those. Where
+other programs run, three steps of one plan may well be faster than three of another by chance, and what that costs
+would last.
 
 A plan is chosen by a model of the step, which errs: what transfers take from the computation (cores, caches, memory
 bandwidth) depends on what else runs. Where steps take longer than predicted by more than the model's usual error, and a
@@ -62,7 +63,7 @@ class Contest:
                 return Contest(over=True), plan
             return Contest(stood=plan, stood_s=fastest_s), replace(other, tried=f"on trial, for {STEPS} steps")
         if not self.ahead and fastest_s < FASTER * self.stood_s:
-            return replace(self, seconds=(), ahead=True), plan
+            return replace(self, seconds=(), ahead=True), replace(plan, tried=f"on trial, for {STEPS} more steps")
         if self.ahead and fastest_s < self.stood_s:
             reason = f"a step takes {fastest_s:.3f} s, not {self.stood_s:.3f} s: {_instead(plan)}"
             return Contest(over=True), replace(plan, reason=reason, tried="")

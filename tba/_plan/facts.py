@@ -282,6 +282,11 @@ class Facts:
         """Bytes that the step saves where nothing is recomputed."""
         return sum(each.nbytes for each in self.saved)
 
+    @cached_property
+    def held_bytes(self) -> int:
+        """Bytes that it holds at the end of forward, where nothing goes either."""
+        return sum(each.nbytes for index, each in enumerate(self.saved) if not self.is_late(index))
+
     @property
     def most_moved_bytes(self) -> int:
         """Bytes that may move: all that is saved, unless a cap is below that."""

@@ -36,6 +36,22 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Decided:
+    """What a plan was last decided from, and how it has stood since.
+
+    Attributes:
+        facts, budget_bytes: of then.
+        stood: how many times in a row it was found to be as good as any for another pace of the computation.
+        steps: that have had another pace since then.
+    """
+
+    facts: Facts
+    budget_bytes: int
+    stood: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True)
 class Plan:
     """Decisions about one kind of step.
 
@@ -50,8 +66,7 @@ class Plan:
         decide: made it, and can do so from other facts or for another budget; None where a fixed rule did.
         reason, made_in: why it took the place of another plan, and at the end of which step; "" and 0 if it did not.
         tried: what came of trying another plan in its place, in words; "" if none was.
-        decided_s, stood: seconds that the step computed by the facts that it was last decided from, if these are others
-            now; and how often deciding anew since has come to nothing better.
+        decided: what it was decided from, where its facts are others by now; None where they are the same.
         agreed: which ranks recompute alike by it, and which of them binds, in words; "" if this one decided alone.
     """
 
@@ -67,8 +82,7 @@ class Plan:
     tried: str = ""
     agreed: str = ""
     derived: frozenset[int] = frozenset()
-    decided_s: float = 0.0
-    stood: int = 0
+    decided: Decided | None = None
 
     @cached_property
     def sends(self) -> dict[Place, int]:

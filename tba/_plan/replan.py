@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from .._text import size
 from .facts import Facts
-from .plan import Measured, Plan
+from .plan import Decided, Measured, Plan
 
 _SURPRISE = 1.25  # a link this many times faster or slower than the plan was made for: it is made anew
 _DRIFT = 1.1  # and one from which on it is simulated anew, as it stands
@@ -16,6 +16,7 @@ _OTHER_BUDGET = 0.1  # share by which the budget has changed since
 _OTHER_BYTES = 0.05  # share by which what codecs leave of the step has changed since
 _OTHER_CAP = 1.5  # times as many bytes that may move as before
 _WORTH = 1.02  # times as long as a new plan, below which the one that stands stays: a change costs a step
+_MOST_STOOD = 6  # another pace is asked about after 64 steps of it at the latest
 _FORGET = 0.5  # weight of the last step in what is known of the pace: others may have run beside it
 
 
@@ -50,7 +51,8 @@ def pace(plan: Plan, step_s: float, lost_s: float, *, replays: bool) -> float:
 
 def reason_to_replan(plan: Plan, shown: Shown) -> str | None:
     """Return why a plan is to be made anew after a step, in words; None if it stands."""
-    before, now, predicted = plan.facts, shown.facts, plan.predicted
+    made, now, predicted = _decided(plan), shown.facts, plan.predicted
+    before = made.facts
     if shown.waited_s is not None:
         return f"steps wait {shown.waited_s:.3f} s for the link, not {predicted.waited_s:.3f} s"
     if now.link.times(before.link) > _SURPRISE:
@@ -58,19 +60,22 @@ def reason_to_replan(plan: Plan, shown: Shown) -> str | None:
         return f"the {name} carries {ratio:.2g} times what it did"
     if abs(shown.pace - 1) > _OTHER_PACE:
         return f"computation takes {shown.pace:.2g} times as long"
-    if abs(shown.budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET:
-        return f"saved tensors may hold {size(shown.budget_bytes)}, not {size(plan.budget_bytes)}"
+    if abs(shown.budget_bytes / max(1, made.budget_bytes) - 1) > _OTHER_BUDGET:
+        return f"saved tensors may hold {size(shown.budget_bytes)}, not {size(made.budget_bytes)}"
     if abs(now.saved_bytes / max(1, before.saved_bytes) - 1) > _OTHER_BYTES:
         return f"codecs leave {size(now.saved_bytes)} of a step, not {size(before.saved_bytes)}"
     most_bytes = now.most_moved_bytes
     if predicted.moved_bytes > most_bytes or most_bytes > _OTHER_CAP * before.most_moved_bytes:
         return f"a step may write {size(most_bytes)}, not {size(before.most_moved_bytes)}"
+    pace = plan.facts.step_s / before.step_s if before.step_s else 1.0
+    if abs(pace - 1) > _OTHER_PACE:
+        return f"computation takes {pace:.2g} times as long"
     return None
 
 
 def stands(plan: Plan, shown: Shown) -> bool:
     """Whether a plan that is only tried may be tried further: what steps of its kind take says nothing against it."""
-    return reason_to_replan(plan, replace(shown, pace=1.0, waited_s=None)) is None
+    return _of_the_pace(plan, replace(shown, waited_s=None))
 
 
 def follow_up(plan: Plan, shown: Shown, decide: Callable[[Facts, int], Plan]) -> Plan:
@@ -79,32 +84,43 @@ def follow_up(plan: Plan, shown: Shown, decide: Callable[[Facts, int], Plan]) ->
     A new one says why it was made (`Plan.reason`). It takes the place of one that fits only if it is faster by more
     than the step that a change costs.
 
-    To decide takes dozens of simulated steps, and where other programs run the pace changes in every other step. So
-    `decide` is called only where it may find a faster plan: not near the lower bound; and each time that a plan has
-    stood although the pace had changed, the pace has to change twice as much before it is asked again.
+    To decide takes dozens of simulated steps, and where other programs run the pace of the computation changes in every
+    other step. So nothing is decided where no plan could be faster, by the lower bound. And each time that a plan turns
+    out to stand at another pace, the pace has to be another one in twice as many steps before that is asked again.
     """
     weight = _FORGET if plan.measured is not None else 1.0  # what the watched steps told was of other steps
     measured, link = replace(plan, measured=shown.measured), shown.facts.link
-    reason = reason_to_replan(plan, shown)
-    if reason is None and link.times(plan.facts.link) <= _DRIFT:
+    reason, drifts = reason_to_replan(plan, shown), link.times(plan.facts.link) > _DRIFT
+    if reason is None and not drifts:
         return measured
+    made, by_pace = _decided(plan), reason is not None and _of_the_pace(plan, shown)
+    if by_pace:
+        made = replace(made, steps=made.steps + 1)
+    waits = by_pace and made.steps < 2**made.stood
+    if waits and not drifts and abs(shown.pace - 1) <= _OTHER_PACE:
+        return replace(measured, decided=made)
     facts = shown.facts.scaled(shown.pace**weight, replays=shown.replays)
-    still = replace(measured.under(facts, shown.budget_bytes), decided_s=plan.decided_s or plan.facts.step_s)
-    if reason is None:
+    still = replace(measured.under(facts, shown.budget_bytes), decided=made)
+    if reason is None or waits:
         if still.fits:
             return still
-        name, ratio = link.change(plan.facts.link)
-        reason = f"with a {name} that carries {ratio:.2g} times what it did, it no longer fits"
-    by_pace = reason_to_replan(plan, replace(shown, pace=1.0)) is None
-    if still.fits and (still.predicted.step_s <= _WORTH * still.bound_s or (by_pace and not _asks(still))):
-        return still
+        if reason is None:
+            name, ratio = link.change(plan.facts.link)
+            reason = f"with a {name} that carries {ratio:.2g} times what it did, it no longer fits"
+    if still.fits and still.predicted.step_s <= _WORTH * still.bound_s:
+        return replace(still, decided=None)  # as good as decided
     new = decide(facts, shown.budget_bytes)
     if still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s:
-        return replace(still, stood=still.stood + by_pace, decided_s=facts.step_s)
+        stood = min(made.stood + 1, _MOST_STOOD) if by_pace else 0
+        return replace(still, decided=Decided(facts, shown.budget_bytes, stood))
     return replace(new, reason=reason)
 
 
-def _asks(plan: Plan) -> bool:
-    """Whether the pace has changed enough since `plan` was decided on for another to be looked for."""
-    ratio = plan.facts.step_s / plan.decided_s
-    return not plan.stood or max(ratio, 1 / ratio) - 1 > _OTHER_PACE * 2**plan.stood
+def _decided(plan: Plan) -> Decided:
+    return plan.decided or Decided(plan.facts, plan.budget_bytes)
+
+
+def _of_the_pace(plan: Plan, shown: Shown) -> bool:
+    """Whether nothing but the pace of the computation asks for another plan."""
+    as_decided = replace(plan, facts=_decided(plan).facts)
+    return reason_to_replan(as_decided, replace(shown, pace=1.0)) is None

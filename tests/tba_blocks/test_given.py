@@ -22,10 +22,16 @@ def test_of_an_input_only_whole_tensors_of_one_block_may_move() -> None:
     first = given.take([x, mask, x.view(2, 4), x])
     assert (first.nbytes, first.stays_bytes) == (64, 0)
     second = given.take([torch.zeros(9)[1:], torch.zeros(3), mask, weight, torch.zeros(1).expand(8)])
-    assert (second.nbytes, second.stays_bytes) == (32 + 12 + 32 + 32, 32 + 12 + 32 + 32)
+    assert (second.nbytes, second.stays_bytes) == (32 + 12 + 32 + 4, 32 + 12 + 32 + 4)
     assert (first.nbytes, first.stays_bytes) == (64, 32)  # the mask is wanted by the first block of backward
     given.take([mask])
     assert first.stays_bytes == 32
+
+
+def test_slices_of_one_storage_count_with_what_each_of_them_has() -> None:
+    together = torch.zeros(24)
+    found = Given().take([together[:8], together[8:]])
+    assert found.nbytes == found.stays_bytes == 96
 
 
 def test_of_two_views_that_make_up_an_input_either_tells_that_another_block_is_given_it() -> None:

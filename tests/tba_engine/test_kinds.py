@@ -13,8 +13,7 @@ def test_the_kind_that_was_called_longest_ago_is_forgotten_and_what_is_not_seen_
         kinds.call(number)
     assert kinds.of("first") is first
     assert kinds.of("second") is not second
-    assert unseen in kinds
-    assert kinds.unseen is unseen
+    assert any(each is unseen for each in kinds)
 
 
 def test_a_kind_that_ranks_speak_of_before_its_forward_begins_is_the_one_that_is_called() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -19,6 +20,15 @@ from tba._plan.simulate import simulate
 def test_what_fits_takes_the_step() -> None:
     facts = layers(4, 4)
     assert lower_bound_s(facts, facts.saved_bytes) == facts.step_s
+
+
+def test_what_is_held_only_in_backward_is_none_of_forwards() -> None:
+    facts = storages([8 * MIB] * 4, Link(1e7, 1e7, 1e-10), read_ahead_bytes=4 * MIB)
+    late = replace(facts, saved=(*facts.saved[:2], *(replace(each, saved_s=1.1) for each in facts.saved[2:])))
+    plan = decide(late, 20 * MIB)
+    assert plan.fits
+    assert plan.bound_s <= plan.predicted.step_s
+    assert plan.bound_s < facts.step_s + 0.01 < lower_bound_s(facts, 20 * MIB)
 
 
 @settings(max_examples=examples(25), deadline=None)

@@ -49,10 +49,10 @@ def tried_on(shares: list[float]) -> tuple[Contest, Plan, Plan]:
     assert plan is PLAN
     contest, tried = carry_out(contest, plan, [SLOW_S + 0.1])
     last = tried
-    for share in shares:
+    for share, more in zip(shares, ("", "more "), strict=False):
         assert contest.tries
         assert not last.sends
-        assert "on trial" in str(last)
+        assert f"on trial, for 3 {more}steps" in str(last)
         contest, last = carry_out(contest, last, [0.1, share * SLOW_S])
         assert contest.tries
         contest, last = carry_out(contest, last, [share * SLOW_S + 0.1])
