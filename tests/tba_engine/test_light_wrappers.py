@@ -104,7 +104,7 @@ def test_a_planned_step_is_followed_and_only_what_moves_has_records(dtensors: Ca
     for seed in range(24):
         planner = offload._saver.planner
         assert planner is not None
-        course = next((kind.course for kind in planner._kinds.values() if kind.plan), None)
+        course = next((kind.course for kind in planner.kinds if kind.plan), None)
         before = records(offload)
         assert_bit_equal(_step(model, offload, seed), _step(plain, None, seed))
         if course is not None:
