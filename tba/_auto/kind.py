@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -12,8 +13,10 @@ from .._blocks.watch import Places
 from .._group.decision import Decision, Share
 from .._memory.ledger import Expected
 from .._plan.contest import STEPS, WARM_UP, Contest
+from .._plan.facts import Facts
 from .._plan.greedy import decide_moves, fitting
 from .._plan.plan import Plan
+from .._plan.replan import Shown, follow_up, stands
 from .course import Entry
 from .joint import SURVEYING, TIMING, TRYING, Phase, Said
 
@@ -117,6 +120,19 @@ class Kind:
     def fastest_s(self) -> float | None:
         """Seconds of the fastest of the first steps by the plan, not counting the very first; None until they ran."""
         return min(self.seconds[WARM_UP:]) if len(self.seconds) == STEPS else None
+
+    def follow_up(self, shown: Shown, decide: Callable[[Facts, int, Plan], Plan]) -> Plan:
+        """Return the plan for the next steps after one that has `shown` this, by `decide`, given the plan before.
+
+        Where something else changes while a rival is tried, what was timed tells nothing more: the plan that it was
+        tried against is the one before.
+        """
+        plan = self.plan
+        assert plan is not None
+        if self.contest.tries and stands(plan, shown):
+            return replace(plan, measured=shown.measured)
+        before = self.contest.stood or plan
+        return follow_up(before, shown, lambda facts, budget_bytes: decide(facts, budget_bytes, before))
 
     def expected(self, *, tries: bool) -> Expected:
         """Tell what such a step needs; `tries`: without a plan, its blocks are tried."""

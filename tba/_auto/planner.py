@@ -29,7 +29,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ from .._plan.facts import OUTSIDE, Cap, Facts, Link
 from .._plan.greedy import decide, fitting
 from .._plan.plan import Measured, Plan
 from .._plan.prefix import prefix
-from .._plan.replan import Shown, follow_up, pace, stands
+from .._plan.replan import Shown, pace
 from .._record.record import DERIVED, Record
 from .._torch.private import recomputes, transforming
 from .._transfer.cost import Cost
@@ -592,11 +591,7 @@ class Planner:
             replays=line is None,
             waited_s=waited_s if waits_otherwise else None,
         )
-        if kind.contest.tries and stands(plan, shown):
-            new = replace(plan, measured=shown.measured)
-        else:
-            before = kind.contest.stood or plan  # what was timed under other conditions tells nothing more
-            new = follow_up(before, shown, partial(self._decide, before=before))
+        new = kind.follow_up(shown, self._decide)
         if not new.decides_as(plan):
             kind.contest = Contest(over=bool(plan.agreed) or kind.contests >= _MOST_CONTESTS)
             kind.contests += 1
