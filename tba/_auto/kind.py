@@ -125,13 +125,15 @@ class Kind:
         """Return the plan for the next steps after one that has `shown` this, by `decide`, given the plan before.
 
         Where something else changes while a rival is tried, what was timed tells nothing more: the plan that it was
-        tried against is the one before.
+        tried against is the one before, whose own steps have not shown this.
         """
         plan = self.plan
         assert plan is not None
         if self.contest.tries and stands(plan, shown):
             return replace(plan, measured=shown.measured)
-        before = self.contest.stood or plan
+        before = plan
+        if (stood := self.contest.stood) is not None:
+            before, shown = stood, replace(shown, measured=stood.measured or shown.measured, waited_s=None)
         return follow_up(before, shown, lambda facts, budget_bytes: decide(facts, budget_bytes, before))
 
     def expected(self, *, tries: bool) -> Expected:

@@ -58,8 +58,6 @@ def reason_to_replan(plan: Plan, shown: Shown) -> str | None:
     if now.link.times(before.link) > _SURPRISE:
         name, ratio = now.link.change(before.link)
         return f"the {name} carries {ratio:.2g} times what it did"
-    if abs(shown.pace - 1) > _OTHER_PACE:
-        return f"computation takes {shown.pace:.2g} times as long"
     if abs(shown.budget_bytes / max(1, made.budget_bytes) - 1) > _OTHER_BUDGET:
         return f"saved tensors may hold {size(shown.budget_bytes)}, not {size(made.budget_bytes)}"
     if abs(now.saved_bytes / max(1, before.saved_bytes) - 1) > _OTHER_BYTES:
@@ -67,10 +65,7 @@ def reason_to_replan(plan: Plan, shown: Shown) -> str | None:
     most_bytes = now.most_moved_bytes
     if predicted.moved_bytes > most_bytes or most_bytes > _OTHER_CAP * before.most_moved_bytes:
         return f"a step may write {size(most_bytes)}, not {size(before.most_moved_bytes)}"
-    pace = plan.facts.step_s / before.step_s if before.step_s else 1.0
-    if abs(pace - 1) > _OTHER_PACE:
-        return f"computation takes {pace:.2g} times as long"
-    return None
+    return _other_pace(plan, shown) if abs(_pace_since(plan, shown) - 1) > _OTHER_PACE else None
 
 
 def stands(plan: Plan, shown: Shown) -> bool:
@@ -88,36 +83,51 @@ def follow_up(plan: Plan, shown: Shown, decide: Callable[[Facts, int], Plan]) ->
     other step. So nothing is decided where no plan could be faster, by the lower bound. And each time that a plan turns
     out to stand at another pace, the pace has to be another one in twice as many steps before that is asked again.
     """
-    weight = _FORGET if plan.measured is not None else 1.0  # what the watched steps told was of other steps
     measured, link = replace(plan, measured=shown.measured), shown.facts.link
-    reason, drifts = reason_to_replan(plan, shown), link.times(plan.facts.link) > _DRIFT
+    reason, slower = reason_to_replan(plan, shown), link.times(plan.facts.link) > _DRIFT
+    drifts = slower or abs(shown.pace - 1) > _OTHER_PACE
     if reason is None and not drifts:
         return measured
     made, by_pace = _decided(plan), reason is not None and _of_the_pace(plan, shown)
     if by_pace:
         made = replace(made, steps=made.steps + 1)
     waits = by_pace and made.steps < 2**made.stood
-    if waits and not drifts and abs(shown.pace - 1) <= _OTHER_PACE:
+    if waits and not drifts:
         return replace(measured, decided=made)
-    facts = shown.facts.scaled(shown.pace**weight, replays=shown.replays)
+    facts = shown.facts.scaled(shown.pace ** _weight(plan), replays=shown.replays)
     still = replace(measured.under(facts, shown.budget_bytes), decided=made)
     if reason is None or waits:
         if still.fits:
             return still
-        if reason is None:
-            name, ratio = link.change(plan.facts.link)
-            reason = f"with a {name} that carries {ratio:.2g} times what it did, it no longer fits"
+        name, ratio = link.change(plan.facts.link)
+        why = f"with a {name} that carries {ratio:.2g} times what it did" if slower else _other_pace(plan, shown)
+        reason = f"{why}, it no longer fits"
+    stood = made.stood if by_pace else 0
     if still.fits and still.predicted.step_s <= _WORTH * still.bound_s:
-        return replace(still, decided=None)  # as good as decided
+        return replace(still, decided=Decided(facts, shown.budget_bytes, stood))  # as good as decided
     new = decide(facts, shown.budget_bytes)
-    if still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s:
-        stood = min(made.stood + 1, _MOST_STOOD) if by_pace else 0
+    if still.fits and (not new.fits or still.predicted.step_s <= _WORTH * new.predicted.step_s):
+        stood = min(stood + 1, _MOST_STOOD) if by_pace else 0
         return replace(still, decided=Decided(facts, shown.budget_bytes, stood))
     return replace(new, reason=reason)
 
 
 def _decided(plan: Plan) -> Decided:
     return plan.decided or Decided(plan.facts, plan.budget_bytes)
+
+
+def _weight(plan: Plan) -> float:
+    return _FORGET if plan.measured is not None else 1.0  # what the watched steps told was of other steps
+
+
+def _pace_since(plan: Plan, shown: Shown) -> float:
+    """Return how many times as long as when the plan was decided on the computation takes now."""
+    before_s = _decided(plan).facts.step_s
+    return shown.pace ** _weight(plan) * plan.facts.step_s / before_s if before_s else 1.0
+
+
+def _other_pace(plan: Plan, shown: Shown) -> str:
+    return f"computation takes {_pace_since(plan, shown):.2g} times as long"
 
 
 def _of_the_pace(plan: Plan, shown: Shown) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -214,3 +215,20 @@ def test_what_drifts_is_asked_about_also_where_the_pace_comes_and_goes(
         pace = noise if step % 2 else 1 / noise
         plan = follow_up(plan, shown(facts, pace=pace, budget_bytes=int(budget)), decide)
     assert plan.predicted.step_s <= 1.05 * decide(plan.facts, plan.budget_bytes).predicted.step_s
+
+
+def test_being_near_the_bound_at_one_pace_does_not_have_the_plan_decided_again_at_another() -> None:
+    facts, budget = layers(12, 4, rate=5e7, replay_s=0.01), 24_738_096
+    plan, asked, drawn = decide(facts, budget), list[Facts](), Random(1)
+    for _ in range(120):
+        pace = drawn.choice([1.0, 2.2]) * facts.step_s / plan.facts.step_s
+        plan = follow_up(plan, shown(plan.facts, pace=pace, budget_bytes=budget), deciding(asked))
+    assert plan.decides_as(decide(facts, budget))
+    assert len(asked) <= 8
+
+
+def test_a_plan_that_fits_gives_way_to_none_that_does_not() -> None:
+    too_small = decide(FACTS, MIB)
+    assert not too_small.fits
+    plan = follow_up(PLAN, shown(linked(0.5)), lambda facts, budget_bytes: too_small)
+    assert plan.decides_as(PLAN)
