@@ -263,7 +263,7 @@ def _agreed_ms(arm: Measured) -> str:
 
 
 def _seconds(arm: Measured, name: str) -> Sequence[float]:
-    return arm.moved[name]  # type: ignore[return-value]
+    return arm.moved[name]  # type: ignore[return-value]  # arms tell what they like, each under a name of its own
 
 
 def _waited_ms(arm: Measured) -> float:

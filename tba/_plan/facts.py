@@ -285,7 +285,7 @@ class Facts:
     @cached_property
     def held_bytes(self) -> int:
         """Bytes that it holds at the end of forward, where nothing goes either."""
-        return sum(each.nbytes for index, each in enumerate(self.saved) if not self.is_late(index))
+        return sum(self.saved[index].nbytes for index in self.movable)
 
     @property
     def most_moved_bytes(self) -> int:

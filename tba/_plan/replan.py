@@ -107,8 +107,7 @@ def follow_up(plan: Plan, shown: Shown, decide: Callable[[Facts, int], Plan]) ->
         return replace(still, decided=Decided(facts, shown.budget_bytes, stood))  # as good as decided
     new = decide(facts, shown.budget_bytes)
     if still.fits and (not new.fits or still.predicted.step_s <= _WORTH * new.predicted.step_s):
-        stood = min(stood + 1, _MOST_STOOD) if by_pace else 0
-        return replace(still, decided=Decided(facts, shown.budget_bytes, stood))
+        return replace(still, decided=Decided(facts, shown.budget_bytes, min(stood + by_pace, _MOST_STOOD)))
     return replace(new, reason=reason)
 
 
