@@ -3,13 +3,14 @@
 Ranks are members of one agreement if they exchange data in the model's forward, or share a member that does. All of
 them come to the same forwards in the same order, so each point where they meet has a name that all of them reach.
 
-A meeting is a count in the store. Who comes adds 1 and waits for the number of members; who cannot take part subtracts
-more than all of them, and goes on. Addition is atomic, so a meeting ends alike for all:
+A meeting is a count in the store, and a word for how it has ended. Who comes adds 1 to the count. Addition is atomic:
+who makes it the number of members is the last. Whoever first knows how the meeting ends writes the word, by
+compare-and-set, so it is written once, and all others read it:
 
-    all in     the count has reached the number of members; no one can be late or refuse any more
-    refused    the count is below 0: a member goes another way here
-    lost       a member has waited for `timeout_s`, and has subtracted more than any refusal: there is no agreement
-               any more, for nobody, with one warning
+    in         all members have come
+    refused    a member goes another way here, and does not come
+    lost       a member has waited for `timeout_s`, or has left: there is no agreement any more, for nobody, with one
+               warning
 
 Guarantees:
 
@@ -38,9 +39,10 @@ from io_backends import interrupts
 from .._torch.private import job_store
 from .._torch.user_frames import warn
 
-_REFUSED, _LOST = 1 << 24, 1 << 48  # more than all ranks of a job; and more than all refusals of one
-# Seconds between two looks at a count: first, at most for each member, so that many ask the store no more often than
-# few, and at most. With 5 ms for 4 ranks, a plan of 8 blocks took 58 ms of meetings after the last one had come.
+_IN, _REFUSED, _LOST = "in", "refused", "lost"  # how a meeting has ended
+# Seconds between two looks at the store: first, at most for each member, so that many ask it no more often than few,
+# and at most. A store can tell at once, but c10d writes a warning to stderr each time that a wait ends without a word,
+# and handlers of signals do not run until then.
 _FIRST_S, _EACH_S, _LONGEST_S = 1e-4, 2.5e-4, 2e-2
 _counts: Counter[str] = Counter()  # agreements in this process, by name: ranks make theirs in the same order
 
@@ -78,16 +80,14 @@ class Agreement:
             if len(known) == 1:
                 return False
             self._store.set(f"peers/{self._rank}", ",".join(map(str, sorted(known))))
-            wait = _Wait(self.timeout_s, len(known))
             while missing := known - found:
                 each = min(missing)
-                key = f"peers/{each}"
-                if self._store.check([key]):
-                    found.add(each)
-                    known |= set(map(int, self._store.get(key).decode().split(",")))
-                elif not wait.goes_on():
+                told = self._read(f"peers/{each}", len(known))
+                if told is None:
                     self._lose(f"rank {each} has not told within {self.timeout_s:g} s with whom it exchanges data")
                     return False
+                found.add(each)
+                known |= set(map(int, told.split(",")))
             self.members = tuple(sorted(known))
             return True
 
@@ -96,19 +96,13 @@ class Agreement:
         with self.spent:
             if self.lost:
                 return False
-            key, count = self._key(name), len(self.members)
-            found, wait = self._store.add(key, 1), _Wait(self.timeout_s, count)
-            while 0 < found < count:
-                if wait.goes_on():
-                    found = int(self._store.get(key))
-                else:
-                    before = found = self._store.add(key, -_LOST) + _LOST
-                    if before != count:
-                        self._lose(f"{max(0, before)} of {count} ranks have come within {self.timeout_s:g} s")
-                        return False
-            if found < -_LOST // 2:
-                self._lose("another rank has left, or has waited too long")
-            return bool(found == count)
+            count, ended = self._meeting(name)
+            if self._store.add(count, 1) == len(self.members):
+                return self._end(ended, _IN)
+            if (how := self._read(ended, len(self.members))) is not None:
+                return self._has_ended(how)
+            come = f"{self._store.add(count, 0)} of {len(self.members)} ranks have come"
+            return self._end(ended, _LOST, f"{come} within {self.timeout_s:g} s")
 
     def is_alike(self, name: str, said: str) -> bool:
         """Whether the first member to come here has said the same. Waits for nobody."""
@@ -120,7 +114,7 @@ class Agreement:
     def refuse(self, name: str) -> None:
         """Let a meeting fail for all, and do not wait for it."""
         if not self.lost:
-            self._store.add(self._key(name), -_REFUSED)
+            self._end(self._meeting(name)[1], _REFUSED)
 
     def leave(self, *names: str) -> None:
         """Let meetings, one of which is the next, and all that come after it fail for all members."""
@@ -128,7 +122,7 @@ class Agreement:
             self.lost = True
             with suppress(RuntimeError):  # at the end of a job its store may be gone first
                 for name in names:
-                    self._store.add(self._key(name), -_LOST)
+                    self._store.compare_set(self._meeting(name)[1], "", _LOST)
 
     def decide(self, name: str, said: Any, conclude: Callable[[list[Any]], Any]) -> Any:
         """Give all members what the lowest concludes from what all have `said`, in their order; None if not all come.
@@ -139,13 +133,16 @@ class Agreement:
             self._store.set(self._key(f"{name}/{self._rank}"), pickle.dumps(said))
             if not self.all_in(name):
                 return None
-            answer = self._key(f"{name}/answer")
+            answer, told = self._key(f"{name}/answer"), self._key(f"{name}/told")
             if self._rank == self.members[0]:
                 keys = [self._key(f"{name}/{each}") for each in self.members]
                 self._store.set(answer, pickle.dumps(conclude([pickle.loads(self._store.get(key)) for key in keys])))
-            if not self.all_in(f"{name}/told"):
-                return None
-            return pickle.loads(self._store.get(answer))
+                is_told = self._end(told, _IN)
+            elif (how := self._read(told, len(self.members))) is not None:
+                is_told = self._has_ended(how)
+            else:
+                is_told = self._end(told, _LOST, f"rank {self.members[0]} has not decided within {self.timeout_s:g} s")
+            return pickle.loads(self._store.get(answer)) if is_told else None
 
     def tidy(self) -> None:
         """Delete what all members have read: what was stored for meetings before the last `tidy`.
@@ -162,6 +159,28 @@ class Agreement:
         if self._rank == self.members[0]:
             self._keys[key] = None
         return key
+
+    def _meeting(self, name: str) -> tuple[str, str]:
+        """The keys of a meeting: of its count, and of how it has ended."""
+        return self._key(name), self._key(f"{name}/ended")
+
+    def _read(self, key: str, members: int) -> str | None:
+        """Wait until a key is in the store, and read it; None if that takes too long."""
+        wait = _Wait(self.timeout_s, members)
+        while not self._store.check([key]):
+            if not wait.goes_on():
+                return None
+        return str(self._store.get(key).decode())
+
+    def _end(self, ended: str, how: str, why: str = "") -> bool:
+        """End a meeting, if no other rank has done so; whether all are in. `why`: there is no agreement any more."""
+        return self._has_ended(self._store.compare_set(ended, "", how).decode(), why)
+
+    def _has_ended(self, how: str, why: str = "") -> bool:
+        """Note how a meeting has ended; whether all are in."""
+        if how == _LOST:
+            self._lose(why or "another rank has left, or has waited too long")
+        return how == _IN
 
     def _lose(self, why: str) -> None:
         self.lost = True

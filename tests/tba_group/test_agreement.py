@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
@@ -85,6 +86,59 @@ def test_a_rank_that_is_late_or_leaves_ends_the_agreement_for_all(how: str) -> N
         return found
 
     assert _each(main) == [(False, None, True)] * RANKS
+
+
+class _InOrder:
+    """A rank's store, at whose meeting "one" an operation waits for what other ranks do first."""
+
+    def __init__(self, store: dist.Store, rank: int, order: dict[str, list[str]], done: dict[str, Event]) -> None:
+        self._store, self._rank, self._order, self._done = store, rank, order, done
+
+    def __getattr__(self, name: str) -> Any:
+        operation, step = getattr(self._store, name), f"{self._rank} {name}"
+
+        def in_order(*args: Any) -> Any:
+            if "one" not in str(args[0]):
+                return operation(*args)
+            self._done[f"{step} begins"].set()
+            assert all(self._done[each].wait(60) for each in self._order.get(step, ()))
+            found = operation(*args)
+            self._done[step].set()
+            return found
+
+        return in_order
+
+
+@pytest.mark.parametrize(
+    ("met", "order"),
+    [
+        # The last has come; before it can say so, a rank has given up.
+        (False, {"2 add": ["0 add", "1 add"], "0 check": ["2 add"], "2 compare_set": ["0"]}),
+        # A rank gives up; before it can say so, the last has come, and others have gone on.
+        (True, {"2 add": ["1 add", "0 compare_set begins"], "0 compare_set": ["1", "2"]}),
+        # The same, but one looks only when both have gone on.
+        (True, {"2 add": ["1 add", "0 compare_set begins"], "0 compare_set": ["2"], "1 check": ["0", "2"]}),
+    ],
+)
+def test_a_meeting_ends_alike_for_all_where_a_rank_gives_up_just_as_the_last_one_comes(
+    met: bool, order: dict[str, list[str]]
+) -> None:
+    store, operations = dist.HashStore(), ("add", "check", "get", "compare_set")
+    steps = [(str(rank), f"{rank} {each}", f"{rank} {each} begins") for rank in range(RANKS) for each in operations]
+    done = {step: Event() for each in steps for step in each}
+
+    def run(rank: int) -> bool:
+        agreement = Agreement(_InOrder(store, rank, order, done), rank, 60.0)
+        assert agreement.form(frozenset(range(RANKS)))
+        agreement.timeout_s = 60.0 if rank else 0.0
+        found = agreement.all_in("one")
+        done[str(rank)].set()
+        assert agreement.lost is not found
+        return found
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(RANKS) as pool:
+        warnings.simplefilter("ignore")
+        assert list(pool.map(run, range(RANKS))) == [met] * RANKS
 
 
 def test_groups_of_one_job_do_not_meet_each_other() -> None:
