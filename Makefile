@@ -12,7 +12,7 @@ JOBS ?= 2
 help:
 	@echo "make demo   train a small GPT plain and with its activations on NVMe, and compare"
 	@echo "make test   run the tests: every promise, in five minutes; make test-all runs every sample too,"
-	@echo "            make test-share a third of those, by the commit"
+	@echo "            make test-share a sixth of those, by the commit"
 	@echo "make test-torch TORCH=$(TORCH)   run the core of the tests on another torch, in an environment of its own;"
 	@echo "            PYTHON=python3.12 takes another Python; make torch makes the environment alone"
 	@echo "make lint   ruff, format check, mypy strict, for each Python from 3.11 to 3.14"
@@ -63,7 +63,7 @@ test: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	SAMPLES=all $(PYTEST) -n $(JOBS) --dist worksteal -m "not serial"
 
-# `make test` and a third of what it leaves out: which third follows from the commit, so each is as good as any.
+# `make test` and a sixth of what it leaves out: which third follows from the commit, so each is as good as any.
 SHARE ?= $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))
 test-share: $(VENV)/.installed
 	SHARE=$(SHARE) $(PYTEST) -n $(JOBS) --dist worksteal --durations=25 -m "not serial"

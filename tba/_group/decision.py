@@ -135,7 +135,7 @@ def _words(decision: Decision) -> str:
 
 def hardest(shares: Sequence[Share]) -> Facts:
     """Return the facts of a step that none of them has a harder one than. Nothing is derived in it (`decide_moves`)."""
-    base = max(shares, key=lambda share: share.facts.saved_bytes - share.budget_bytes).facts
+    base = max(shares, key=lambda share: share.facts.held_bytes - share.budget_bytes).facts
     facts = [share.facts for share in shares]
     caps = [each.cap for each in facts if each.cap is not None]
     return replace(

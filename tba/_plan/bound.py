@@ -13,6 +13,7 @@ only take longer.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from itertools import accumulate
 
 from .facts import Facts
@@ -29,8 +30,8 @@ def lower_bound_s(facts: Facts, budget_bytes: int) -> float:
     high = float(min(excess_bytes, facts.most_moved_bytes))
     low = min(high, max(0.0, excess_bytes - recompute_s.most_bytes))
 
-    def step_s(gone_bytes: float) -> float:
-        return least_s(facts, gone_bytes, recompute_s(excess_bytes - gone_bytes))
+    def step_s(written_bytes: float) -> float:
+        return least_s(facts, written_bytes, recompute_s(excess_bytes - written_bytes))
 
     for _ in range(_ROUNDS):
         first, second = low + (high - low) / 3, high - (high - low) / 3
@@ -54,13 +55,19 @@ def _whole_blocks_s(facts: Facts, excess_bytes: int) -> float:
     return min((least_s(facts, *each) for each in can), default=0.0)
 
 
-def least_s(facts: Facts, gone_bytes: float, replayed_s: float) -> float:
+def gone_bytes(facts: Facts, limit_bytes: int, recomputed: Iterable[int]) -> int:
+    """Return how many bytes must have gone by the end of forward, where these blocks and parts recompute."""
+    gains = (facts.held_block_bytes(number) - facts.blocks[number].input_bytes for number in recomputed)
+    return max(0, facts.held_bytes - sum(gains) - limit_bytes)
+
+
+def least_s(facts: Facts, written_bytes: float, replayed_s: float) -> float:
     """Return the least seconds of a step that writes so many bytes, reads them back and recomputes for so long."""
     link, spill = facts.link, facts.link.spill
-    taken_s = gone_bytes * link.step_s_per_byte / 2
-    out_s, back_s = gone_bytes / link.write_bytes_per_s, gone_bytes / link.read_bytes_per_s
+    taken_s = written_bytes * link.step_s_per_byte / 2
+    out_s, back_s = written_bytes / link.write_bytes_per_s, written_bytes / link.read_bytes_per_s
     if spill is not None:  # what host memory has no room for has been written to the disk by then
-        spilled_bytes = max(0.0, gone_bytes - spill.host_bytes - spill.queued_bytes)
+        spilled_bytes = max(0.0, written_bytes - spill.host_bytes - spill.queued_bytes)
         out_s = max(out_s, spilled_bytes / spill.write_bytes_per_s)
         back_s = max(back_s, spilled_bytes / spill.read_bytes_per_s)
     return max(facts.forward_s + taken_s, out_s) + max(facts.backward_s + taken_s + replayed_s, back_s)

@@ -364,28 +364,33 @@ class Facts:
 
     def at_best(self) -> Facts:
         """Return the facts of a step whose operators finish at once, and let go of what they have used at once."""
-        last_s = math.nextafter(self.forward_s, 0.0)
+        last_s = self.forward_s * (1 - 1e-9)  # earlier than the end of forward in `scaled` facts, too
         saved = (replace(each, saved_s=min(each.saved_s, last_s), freed_s=None) for each in self.saved)
         return replace(self, saved=tuple(saved))
 
     def block_bytes(self, block: int) -> int:
         """Bytes that a block saves."""
-        return self._bytes_by_block.get(block, (0, 0))[0]
+        return self._bytes_by_block.get(block, (0, 0, 0))[0]
+
+    def held_block_bytes(self, block: int) -> int:
+        """Bytes of them that the step holds at the end of forward."""
+        return self._bytes_by_block.get(block, (0, 0, 0))[2]
 
     def replayed_bytes(self, block: int) -> int:
         """Bytes that a block saves where it runs again, which no codec sees."""
-        return self._bytes_by_block.get(block, (0, 0))[1]
+        return self._bytes_by_block.get(block, (0, 0, 0))[1]
 
     def replay_bytes(self, recomputed: Iterable[int]) -> int:
         """Bytes that come back at once where blocks recompute: those of the largest."""
         return max(map(self.replayed_bytes, recomputed), default=0)
 
     @cached_property
-    def _bytes_by_block(self) -> dict[int, tuple[int, int]]:
+    def _bytes_by_block(self) -> dict[int, tuple[int, int, int]]:
         return {
             block: (
                 sum(self.saved[index].nbytes for index in inside),
                 sum(self.saved[index].replayed_bytes for index in inside),
+                sum(self.saved[index].nbytes for index in inside if not self.is_late(index)),
             )
             for block, inside in self.by_block.items()
         }

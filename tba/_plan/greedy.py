@@ -20,14 +20,14 @@ from functools import partial
 from itertools import chain, combinations
 
 from .._memory.ledger import held_limit_bytes
-from .bound import least_s
+from .bound import gone_bytes, least_s
 from .facts import Facts
 from .plan import Plan
 from .simulate import simulate
 
 _FEW = 12  # storages and blocks: all plans can be tried
 _TRIES = 12  # shares tried until the peak fits
-_NEAR = 0.002  # share above the lower bound at which no better plan is looked for
+_NEAR = 0.01  # share above the lower bound at which no better plan is looked for
 _PATIENCE = 5  # choices of blocks tried in a row that give no better plan
 _ALIKE = 0.999  # of the step that evenly spread blocks take: a choice that takes less is looked at
 _COARSE = 32  # at most so many numbers of blocks are tried where nothing fits
@@ -48,7 +48,7 @@ def decide(facts: Facts, budget_bytes: int, *, moves: bool = True, recomputes: b
         The fastest plan found that fits the budget; if none does, the one with the least peak. None exceeds the cap.
     """
     best = _best(facts, budget_bytes, moves=moves, recomputes=recomputes)
-    if not (best.fits and (best.idle or best.predicted.step_s <= (1 + _NEAR) * best.bound_s)):
+    if not (best.fits and (best.idle or _is_near(best, best.bound_s))):
         for derived in _derived(facts, budget_bytes):
             plan = _deriving(facts, budget_bytes, derived, moves=moves, recomputes=recomputes)
             best = min(best, plan, key=_rank)
@@ -115,27 +115,39 @@ def _best(facts: Facts, budget_bytes: int, *, moves: bool, recomputes: bool) -> 
     may = [number for number in range(len(facts.blocks)) if recomputes and _pays(facts, number)]
     if len(facts.movable) + len(may) <= _FEW:
         return min(_all(facts, budget_bytes, facts.movable if moves else (), may), key=_rank)
-    enough_s = (1 + _NEAR) * nothing.bound_s
+    bound_s = nothing.bound_s
     whole, *beside = _ladders(facts, may)
     best = nothing
     # Whole blocks first, as if there were no parts: parts then never make a plan slower.
     for ladders in ([whole], beside):
-        best = _search(best, ladders, enough_s, moves=moves)
-    others = [make(facts, budget_bytes, *each) for each in by_hand(facts, may) if moves or not each[0]]
-    if moves and not (best.fits and best.predicted.step_s <= enough_s):
+        best = _search(best, ladders, bound_s, moves=moves)
+
+    def may_win(recomputed: frozenset[int], *, moves: bool) -> bool:
+        least, written_bytes = _least(facts, budget_bytes, recomputed)
+        return not best.fits or (least < best.predicted.step_s and (moves or not written_bytes))
+
+    hand = [each for each in by_hand(facts, may) if moves or not each[0]]
+    others = [make(facts, budget_bytes, *each) for each in hand if may_win(each[1], moves=bool(each[0]))]
+    if moves and may_win(frozenset(), moves=True) and not _is_near(best, bound_s):
         others.append(_moving_enough(facts, budget_bytes, frozenset(), moves=True))
     return min((best, *others), key=_rank)
 
 
-def _search(best: Plan, ladders: Sequence[_Ladder], enough_s: float, *, moves: bool) -> Plan:
+def _is_near(plan: Plan, bound_s: float) -> bool:
+    return plan.fits and plan.predicted.step_s <= (1 + _NEAR) * bound_s
+
+
+def _search(best: Plan, ladders: Sequence[_Ladder], bound_s: float, *, moves: bool) -> Plan:
     """Look for a better plan than this one, until no choice can be better or several in a row were not."""
     facts, budget_bytes = best.facts, best.budget_bytes
     apart = max((len(alike) // _COARSE for _, alike in ladders), default=0)
     in_vain = 0
     tried: list[tuple[_Way, int]] = []
     for least, way, blocks in _choices(facts, budget_bytes, ladders, moves=moves):
-        if best.fits and (best.predicted.step_s <= enough_s or least >= best.predicted.step_s or in_vain > _PATIENCE):
+        if _is_near(best, bound_s) or (best.fits and in_vain > _PATIENCE):
             break
+        if best.fits and least >= best.predicted.step_s:
+            continue
         count = len(blocks)
         if not best.fits and any(way == was and abs(count - other) < apart for was, other in tried):
             continue
@@ -180,16 +192,21 @@ def _choices(
             even_s = math.inf
             for costs, chosen in enumerate((spread(alike, count), frozenset(cheapest[:count]))):
                 blocks = chosen.union(number for number in base if facts.blocks[number].within not in chosen)
-                gain_bytes = sum(facts.block_bytes(number) - facts.blocks[number].input_bytes for number in blocks)
-                gone_bytes = max(0, facts.saved_bytes - budget_bytes - gain_bytes)
-                replayed_s = sum(facts.blocks[number].replay_s or 0.0 for number in blocks)
-                least = least_s(facts, gone_bytes, replayed_s)
+                least, written_bytes = _least(facts, budget_bytes, blocks)
                 if costs and least >= _ALIKE * even_s:
                     continue  # alike blocks are treated alike
-                if gone_bytes <= most_bytes or count == len(alike):
+                if written_bytes <= most_bytes or count == len(alike):
                     even_s = least
                     found.append((least, (costs, *base[:1], *alike[:1]), blocks))
-    return sorted(found, key=lambda choice: choice[:2])
+    # Evenly spread ones first, unless others may be faster by more than is looked for: times of alike blocks differ.
+    return sorted(found, key=lambda choice: (choice[0] * (1 + _NEAR * choice[1][0]), choice[1]))
+
+
+def _least(facts: Facts, budget_bytes: int, recomputed: Iterable[int]) -> tuple[float, int]:
+    """Return the least seconds of a step within the budget in which these recompute, and the bytes it writes for it."""
+    blocks = list(recomputed)
+    written_bytes = gone_bytes(facts, budget_bytes, blocks)
+    return least_s(facts, written_bytes, sum(facts.blocks[number].replay_s or 0.0 for number in blocks)), written_bytes
 
 
 def _ladders(facts: Facts, may: Sequence[int]) -> list[_Ladder]:
@@ -270,8 +287,10 @@ def _enough_of(candidates: Sequence[int], facts: Facts, budget_bytes: int, recom
         moved = diffuse(sizes, nbytes / max(1, sum(sizes)), most_bytes)
         return make(facts, budget_bytes, frozenset(candidates[position] for position in moved), recomputed)
 
-    best = plan = moving(0)
-    nbytes = 0.0
+    # What is held at the end of forward tells how much at least, without a simulation.
+    over_bytes = gone_bytes(facts, held_limit_bytes(budget_bytes, facts.largest_bytes), recomputed)
+    nbytes: float = min(most_bytes, max(over_bytes, facts.largest_bytes)) if over_bytes else 0
+    best = plan = moving(nbytes)
     for _ in range(_TRIES):
         if plan.missing_bytes <= 0 or nbytes >= most_bytes:
             break
