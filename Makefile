@@ -63,7 +63,7 @@ test: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	SAMPLES=all $(PYTEST) -n $(JOBS) --dist worksteal -m "not serial"
 
-# `make test` and a sixth of what it leaves out: which third follows from the commit, so each is as good as any.
+# `make test` and a sixth of what it leaves out: which sixth follows from the commit, so each is as good as any.
 SHARE ?= $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))
 test-share: $(VENV)/.installed
 	SHARE=$(SHARE) $(PYTEST) -n $(JOBS) --dist worksteal --durations=25 -m "not serial"

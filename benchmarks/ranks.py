@@ -26,7 +26,7 @@ from ._workload.llama import LlamaSizes
 from ._workload.tools import scratch_directory
 
 PLAIN, CHECKPOINT = "plain", "checkpoint"
-_WARM_UP = 18  # steps that are watched, agreed on, timed (and perhaps those by another choice of blocks), and followed
+_WARM_UP = 21  # steps that are watched, agreed on, timed (and perhaps those by another choice of blocks), and followed
 _NO_SLOWER = 0.98  # of the throughput of checkpointing
 _SIZES = LlamaSizes(layers=8, width=256, heads=4, hidden=704, sequence=256, vocabulary=256)
 _TINY = LlamaSizes(layers=4, width=32, heads=4, hidden=64, sequence=16, vocabulary=64)

@@ -20,6 +20,7 @@ from .._plan.replan import Shown, follow_up, stands
 from .course import Entry
 from .joint import SURVEYING, TIMING, TRYING, Phase, Said
 
+_MOST_CONTESTS = 3  # each has steps by a plan that may be slower
 _OFF = 0.05  # share of a step by which it waits longer, or less, than its plan foresees, where more than chance does it
 _TIMES = 2  # such steps in a row: in one of them others may have used the disk
 
@@ -121,20 +122,33 @@ class Kind:
         """Seconds of the fastest of the first steps by the plan, not counting the very first; None until they ran."""
         return min(self.seconds[WARM_UP:]) if len(self.seconds) == STEPS else None
 
-    def follow_up(self, shown: Shown, decide: Callable[[Facts, int, Plan], Plan]) -> Plan:
-        """Return the plan for the next steps after one that has `shown` this, by `decide`, given the plan before.
+    def follow_up(self, shown: Shown, decide: Callable[[Facts, int, Plan], Plan], *, timed: bool) -> Plan:
+        """Return the plan for the next steps after one that has `shown` this; `timed`: so has how long it took.
+
+        It is the same, one that is tried against it, or one by `decide`, which is given the plan before.
+        """
+        plan = self.plan
+        assert plan is not None
+        goes_on = self.contest.tries and stands(plan, shown)
+        new = replace(plan, measured=shown.measured) if goes_on else self._replan(plan, shown, decide)
+        if not goes_on and (self.contest.tries or not new.decides_as(plan)):
+            self.contest = Contest(over=bool(plan.agreed) or self.contests >= _MOST_CONTESTS)
+            self.contests += 1
+            self.seconds = ()
+        elif timed:
+            self.contest, new = self.contest.after(new, shown.measured.step_s)
+            self.time(shown.measured.step_s)
+        return new
+
+    def _replan(self, plan: Plan, shown: Shown, decide: Callable[[Facts, int, Plan], Plan]) -> Plan:
+        """Decide anew, if what a step has shown asks for that.
 
         Where something else changes while a rival is tried, what was timed tells nothing more: the plan that it was
         tried against is the one before, whose own steps have not shown this.
         """
-        plan = self.plan
-        assert plan is not None
-        if self.contest.tries and stands(plan, shown):
-            return replace(plan, measured=shown.measured)
-        before = plan
         if (stood := self.contest.stood) is not None:
-            before, shown = stood, replace(shown, measured=stood.measured or shown.measured, waited_s=None)
-        return follow_up(before, shown, lambda facts, budget_bytes: decide(facts, budget_bytes, before))
+            plan, shown = stood, replace(shown, measured=stood.measured or shown.measured, waited_s=None)
+        return follow_up(plan, shown, lambda facts, budget_bytes: decide(facts, budget_bytes, plan))
 
     def expected(self, *, tries: bool) -> Expected:
         """Tell what such a step needs; `tries`: without a plan, its blocks are tried."""

@@ -51,7 +51,6 @@ from .._group.decision import Decision, Share
 from .._memory.ledger import Ledger
 from .._memory.pressure import release
 from .._plan import clock
-from .._plan.contest import Contest
 from .._plan.facts import OUTSIDE, Cap, Facts, Link
 from .._plan.greedy import decide, fitting
 from .._plan.plan import Measured, Plan
@@ -70,7 +69,6 @@ from .pace import Pace
 from .write_cap import write_cap
 
 _MOST_WATCHED = 1 << 16  # storages or blocks, after which forwards without a backward begin to be watched anew
-_MOST_CONTESTS = 3  # of a kind: each has steps by a plan that may be slower
 _MOST_DEPARTURES = 3  # of steps called alike, which then are not watched any more: each watch runs every block again
 _LOSSY = "under a lossy preset its gradients would depend on the plan"
 
@@ -591,14 +589,7 @@ class Planner:
             replays=line is None,
             waited_s=waited_s if waits_otherwise else None,
         )
-        new = kind.follow_up(shown, self._decide)
-        if not new.decides_as(plan):
-            kind.contest = Contest(over=bool(plan.agreed) or kind.contests >= _MOST_CONTESTS)
-            kind.contests += 1
-            kind.seconds = ()
-        elif timed:
-            kind.contest, new = kind.contest.after(new, step_s)
-            kind.time(step_s)
+        new = kind.follow_up(shown, self._decide, timed=timed)
         self._set(kind, new)
         if (share := kind.share) is not None:
             # Slower computation may be time spent waiting for other ranks, which another plan would avoid: the pace

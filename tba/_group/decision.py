@@ -8,7 +8,7 @@ rank's own matter (`decide_moves`): no other rank can tell whether it did.
 A model of one rank's step does not account for ranks waiting on each other. So they time a few steps by what they have
 decided. If those take longer than predicted by more than the model's usual error (`contest`), ranks time a few by
 another choice of blocks, unless that is predicted to take much longer still. It replaces the first if it is clearly
-faster (`after_steps`).
+faster, and faster again in as many steps after those (`after_steps`).
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Decision:
         tried: what came of trying another choice of blocks, in words; "" if none was.
         against: what ranks did before, where they now try this one; None if they try nothing.
         against_s: seconds of a step by that.
+        ahead: this one has been faster than it once.
         settled: there is nothing to be timed (any more).
     """
 
@@ -63,6 +64,7 @@ class Decision:
     tried: str = ""
     against: Decision | None = None
     against_s: float = 0.0
+    ahead: bool = False
     settled: bool = False
 
 
@@ -80,11 +82,14 @@ def after_steps(decision: Decision, shares: Sequence[Share], seconds: Sequence[f
     step_s, before, before_s = max(seconds), decision.against, decision.against_s
     if before is None:
         return _rival(decision, shares, step_s) or replace(decision, settled=True)
+    if not decision.ahead and step_s < FASTER * before_s:
+        return replace(decision, ahead=True, tried=f"on trial, for {STEPS} more steps")
     times = f"{step_s:.3f} s a step, not {before_s:.3f} s"
-    if step_s < FASTER * before_s:
+    if decision.ahead and step_s < before_s:
         tried = f"{_words(decision)} was tried, and stays: it takes {times}"
-        return replace(decision, against=None, settled=True, tried=tried)
-    return replace(before, settled=True, tried=f"{_words(decision)} was tried for {STEPS} steps: it took {times}")
+        return replace(decision, against=None, ahead=False, settled=True, tried=tried)
+    steps = STEPS * (1 + decision.ahead)
+    return replace(before, settled=True, tried=f"{_words(decision)} was tried for {steps} steps: it took {times}")
 
 
 def _rival(decision: Decision, shares: Sequence[Share], step_s: float) -> Decision | None:

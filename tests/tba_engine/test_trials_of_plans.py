@@ -30,7 +30,8 @@ def after(kind: Kind, budget_bytes: int, pace: float = 1.0) -> Plan:
         assert before.decides_as(PLAN)
         return decide(facts, budget_bytes)
 
-    return kind.follow_up(Shown(facts=FACTS, budget_bytes=budget_bytes, measured=Measured(1.0, 0), pace=pace), decided)
+    shown = Shown(facts=FACTS, budget_bytes=budget_bytes, measured=Measured(1.0, 0), pace=pace)
+    return kind.follow_up(shown, decided, timed=True)
 
 
 @pytest.mark.parametrize("pace", [1.0, 1.5])
@@ -46,3 +47,12 @@ def test_where_the_budget_shrinks_the_trial_ends_and_what_follows_fits() -> None
     assert found.fits
     assert (found.budget_bytes, found.predicted.peak.nbytes <= smaller) == (smaller, True)
     assert not found.decides_as(tried)
+
+
+def test_a_trial_has_ended_too_where_the_new_plan_is_the_one_that_was_tried() -> None:
+    kind, tried = on_trial()
+    shown = Shown(facts=FACTS, budget_bytes=int(0.85 * BUDGET), measured=Measured(1.0, 0))
+    found = kind.follow_up(shown, lambda facts, budget_bytes, before: tried.under(facts, budget_bytes), timed=True)
+    assert found.decides_as(tried)
+    assert not kind.contest.tries
+    assert kind.contests == 2
