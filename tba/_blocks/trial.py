@@ -13,7 +13,9 @@ weights, which its second run may find gathered. Assumption: where a second run 
 first, it does so on all of them.
 
 It is the same if outputs are equal bit for bit and it saves tensors of the same shapes in the same order. The graph
-that backward goes through is that of the first run, the program's own call; a second run gives saved values alone.
+that backward goes through is that of the first run, the program's own call. Of a second run nothing is kept: it would
+stand beside what the step holds, where memory is short, and long after, as allocators keep the pages. Only if the first
+forward went through its own graph (gradients of gradients, say) does the second one keep what it saves until its end.
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ class Trial:
         self.joint = False
         self._gathers = False  # its parts do, weights
         self._saved: list[tuple[Any, ...]] = []  # by the first run
+        self._runs = self._asks = False  # the first run; and asks for what it has saved itself
         self._within = within
         self._ballot = ballot  # until it was used
         self._module = module
@@ -106,8 +109,12 @@ class Trial:
             self._tell(found.unseen)
             return self._forward(*args, **kwargs)
         steps_aside(self._note)
-        with torch.autograd.graph.saved_tensors_hooks(self._note, self._give), Communication() as communication:
-            out = self._forward(*args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(self._note, self._ask), Communication() as communication:
+            self._runs = True
+            try:
+                out = self._forward(*args, **kwargs)
+            finally:
+                self._runs = False
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         given = set(map(id, call.tensors))
         made = (each for each in reversed(outputs) if each.requires_grad and not each.is_leaf and id(each) not in given)
@@ -147,6 +154,13 @@ class Trial:
         self._saved.append(shape(tensor))
         return self._keep(tensor) if self._within is None else self._within._note(tensor)
 
+    def _ask(self, packed: Any) -> Tensor:
+        """Give back what the first run has saved."""
+        for each in (self, self._within):
+            if each is not None and each._runs:
+                each._asks = True
+        return self._give(packed)
+
     def _is_joint(self, communication: Communication) -> bool:
         return self._ballot is not None and communication.is_among(self._ballot.members)
 
@@ -162,7 +176,7 @@ class Trial:
         tracer = interrupts.tracer()
         try:
             before = [self._give(kept).detach() for kept in first.outputs]
-            with first.call.repeated(self._give, again := _Noted(), as_saved) as (args, kwargs):
+            with first.call.repeated(self._give, again := _Noted(keeps=self._asks), as_saved) as (args, kwargs):
                 return self._compare(first, before, again, args, kwargs)
         except (OffloadError, RuntimeError) as error:
             interrupts.pass_on(error, tracer)
@@ -211,10 +225,11 @@ class _First(NamedTuple):
 
 
 class _Noted:
-    """Pack hook of the second run: notes what that saves."""
+    """Pack hook of the second run: notes what that saves, and keeps it only if it `keeps` anything."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool) -> None:
         self.shapes: list[tuple[Any, ...]] = []
+        self._keeps = keeps
         self._watch: Stopwatch | None = None
 
     def begin(self, tensor: Tensor | None) -> None:
@@ -226,8 +241,8 @@ class _Noted:
         """Seconds until it saved its last tensor."""
         return 0.0 if self._watch is None else self._watch.seconds
 
-    def __call__(self, tensor: Tensor) -> Tensor:
+    def __call__(self, tensor: Tensor) -> Tensor | None:
         if self._watch is not None:
             self._watch.lap()
         self.shapes.append(shape(tensor))
-        return tensor.detach()
+        return tensor.detach() if self._keeps else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from support.models import Made
 from tba._blocks.trial import Trial, Verdict
@@ -73,6 +75,26 @@ def test_seconds_end_with_the_last_tensor_saved(monkeypatch: pytest.MonkeyPatch)
     trial = _trial(Made(lambda _, x: x.exp() + 1.0))
     trial.call((torch.ones(3, 4, requires_grad=True) * 1.0,), {}).sum().backward()
     assert trial.verdict == Verdict(1.0)
+
+
+@pytest.mark.parametrize("goes_back", [False, True], ids=["", "goes through its own graph"])
+def test_the_second_run_keeps_what_it_saves_only_where_its_forward_asks_for_it(goes_back: bool) -> None:
+    told, tell = os.pipe()  # which no trial takes for state of the block
+
+    def forward(_: nn.Module, x: Tensor) -> Tensor:
+        saved = x.exp()
+        memory, out = StorageWeakRef(saved.untyped_storage()), saved.sin()
+        del saved
+        os.write(tell, b"gone" if memory.expired() else b"kept")
+        return torch.autograd.grad(out.sum(), x, create_graph=True)[0] if goes_back else out
+
+    trial, x = _trial(Made(forward)), torch.ones(3, 4, requires_grad=True) * 1.0
+    trial.call((x,), {}).sum().backward()
+    assert trial.verdict is not None
+    assert trial.verdict.why_not == ""
+    assert os.read(told, 99) == (b"keptkept" if goes_back else b"keptgone")
+    os.close(told)
+    os.close(tell)
 
 
 def test_an_argument_whose_state_cannot_be_read_is_named() -> None:
