@@ -151,6 +151,8 @@ class Joint:
         name = f"{self._forwards}/all"
         if which is None or not self._agreement.is_alike(f"{self._forwards}/which", which):
             self._agreement.refuse(name)
+            if self._agreement.lost:
+                self.phase = ALONE
             return which is None
         self.together = self._agreement.all_in(name)
         if self.together:

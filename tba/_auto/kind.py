@@ -123,9 +123,9 @@ class Kind:
         return min(self.seconds[WARM_UP:]) if len(self.seconds) == STEPS else None
 
     def follow_up(self, shown: Shown, decide: Callable[[Facts, int, Plan], Plan], *, timed: bool) -> Plan:
-        """Return the plan for the next steps after one that has `shown` this; `timed`: so has how long it took.
+        """Return the plan for the next steps after one that has `shown` this; `timed`: its duration is known.
 
-        It is the same, one that is tried against it, or one by `decide`, which is given the plan before.
+        This is the same plan, a rival to be tried against it, or a new one by `decide`, which is given the one before.
         """
         plan = self.plan
         assert plan is not None

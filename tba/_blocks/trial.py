@@ -13,9 +13,10 @@ weights, which its second run may find gathered. Assumption: where a second run 
 first, it does so on all of them.
 
 It is the same if outputs are equal bit for bit and it saves tensors of the same shapes in the same order. The graph
-that backward goes through is that of the first run, the program's own call. Of a second run nothing is kept: it would
-stand beside what the step holds, where memory is short, and long after, as allocators keep the pages. Only if the first
-forward went through its own graph (gradients of gradients, say) does the second one keep what it saves until its end.
+that backward goes through is that of the first run, the program's own call. Nothing that a second run saves is kept: it
+would add to what the step holds just where memory is short, and allocators would keep the pages long afterwards. Only
+if the first forward ran backward through its own graph (for gradients of gradients, say) does the second keep what it
+saves, until its end.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Trial:
         self.joint = False
         self._gathers = False  # its parts do, weights
         self._saved: list[tuple[Any, ...]] = []  # by the first run
-        self._runs = self._asks = False  # the first run; and asks for what it has saved itself
+        self._runs = self._asks = False  # the first run is under way; it has asked for what it saved
         self._within = within
         self._ballot = ballot  # until it was used
         self._module = module
@@ -225,7 +226,7 @@ class _First(NamedTuple):
 
 
 class _Noted:
-    """Pack hook of the second run: notes what that saves, and keeps it only if it `keeps` anything."""
+    """Pack hook of the second run: notes what that saves, and keeps it only if `keeps` is set."""
 
     def __init__(self, *, keeps: bool) -> None:
         self.shapes: list[tuple[Any, ...]] = []

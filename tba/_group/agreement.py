@@ -3,9 +3,9 @@
 Ranks are members of one agreement if they exchange data in the model's forward, or share a member that does. All of
 them come to the same forwards in the same order, so each point where they meet has a name that all of them reach.
 
-A meeting is a count in the store, and a word for how it has ended. Who comes adds 1 to the count. Addition is atomic:
-who makes it the number of members is the last. Whoever first knows how the meeting ends writes the word, by
-compare-and-set, so it is written once, and all others read it:
+A meeting is a count in the store and a word that says how it ended. Each member adds 1 when it arrives; addition is
+atomic, and the one that brings the count to the number of members is the last. Whoever first knows how the meeting ends
+writes the word, by compare-and-set, and all others read it:
 
     in         all members have come
     refused    a member goes another way here, and does not come
@@ -16,7 +16,8 @@ Guarantees:
 
 1. `all_in` is True on all members or on none.
 2. `decide` gives all members what the lowest of them has concluded from what all have said, or None to all.
-3. Nobody waits longer than `timeout_s` in a meeting, and a lost agreement is waited for no more.
+3. Nobody waits longer than `timeout_s` for others to come, nor for what the lowest concludes, and a lost agreement is
+   waited for no more.
 4. No collective is used, no process group and no thread is made. What is stored for a meeting is deleted after the
    next but one; a key for each rank stays.
 
@@ -41,8 +42,8 @@ from .._torch.user_frames import warn
 
 _IN, _REFUSED, _LOST = "in", "refused", "lost"  # how a meeting has ended
 # Seconds between two looks at the store: first, at most for each member, so that many ask it no more often than few,
-# and at most. A store can tell at once, but c10d writes a warning to stderr each time that a wait ends without a word,
-# and handlers of signals do not run until then.
+# and at most. `store.wait` would return at once, but c10d logs a warning whenever it times out, and signal handlers
+# cannot run while it blocks.
 _FIRST_S, _EACH_S, _LONGEST_S = 1e-4, 2.5e-4, 2e-2
 _counts: Counter[str] = Counter()  # agreements in this process, by name: ranks make theirs in the same order
 
@@ -80,9 +81,10 @@ class Agreement:
             if len(known) == 1:
                 return False
             self._store.set(f"peers/{self._rank}", ",".join(map(str, sorted(known))))
+            wait = _Wait(self.timeout_s, len(known))
             while missing := known - found:
                 each = min(missing)
-                told = self._read(f"peers/{each}", len(known))
+                told = self._read(f"peers/{each}", wait)
                 if told is None:
                     self._lose(f"rank {each} has not told within {self.timeout_s:g} s with whom it exchanges data")
                     return False
@@ -99,10 +101,11 @@ class Agreement:
             count, ended = self._meeting(name)
             if self._store.add(count, 1) == len(self.members):
                 return self._end(ended, _IN)
-            if (how := self._read(ended, len(self.members))) is not None:
+            if (how := self._read(ended, _Wait(self.timeout_s, len(self.members)))) is not None:
                 return self._has_ended(how)
-            come = f"{self._store.add(count, 0)} of {len(self.members)} ranks have come"
-            return self._end(ended, _LOST, f"{come} within {self.timeout_s:g} s")
+            come = min(self._store.add(count, 0), len(self.members) - 1)  # the last may come just now
+            why = f"{come} of {len(self.members)} ranks have come within {self.timeout_s:g} s"
+            return self._end(ended, _LOST, why)
 
     def is_alike(self, name: str, said: str) -> bool:
         """Whether the first member to come here has said the same. Waits for nobody."""
@@ -122,7 +125,9 @@ class Agreement:
             self.lost = True
             with suppress(RuntimeError):  # at the end of a job its store may be gone first
                 for name in names:
-                    self._store.compare_set(self._meeting(name)[1], "", _LOST)
+                    _, ended = self._meeting(name)
+                    if self._store.compare_set(ended, "", _LOST).decode() == _REFUSED:  # nobody is in either way
+                        self._store.compare_set(ended, _REFUSED, _LOST)
 
     def decide(self, name: str, said: Any, conclude: Callable[[list[Any]], Any]) -> Any:
         """Give all members what the lowest concludes from what all have `said`, in their order; None if not all come.
@@ -138,7 +143,7 @@ class Agreement:
                 keys = [self._key(f"{name}/{each}") for each in self.members]
                 self._store.set(answer, pickle.dumps(conclude([pickle.loads(self._store.get(key)) for key in keys])))
                 is_told = self._end(told, _IN)
-            elif (how := self._read(told, len(self.members))) is not None:
+            elif (how := self._read(told, _Wait(self.timeout_s, len(self.members)))) is not None:
                 is_told = self._has_ended(how)
             else:
                 is_told = self._end(told, _LOST, f"rank {self.members[0]} has not decided within {self.timeout_s:g} s")
@@ -164,16 +169,15 @@ class Agreement:
         """The keys of a meeting: of its count, and of how it has ended."""
         return self._key(name), self._key(f"{name}/ended")
 
-    def _read(self, key: str, members: int) -> str | None:
+    def _read(self, key: str, wait: _Wait) -> str | None:
         """Wait until a key is in the store, and read it; None if that takes too long."""
-        wait = _Wait(self.timeout_s, members)
         while not self._store.check([key]):
             if not wait.goes_on():
                 return None
         return str(self._store.get(key).decode())
 
     def _end(self, ended: str, how: str, why: str = "") -> bool:
-        """End a meeting, if no other rank has done so; whether all are in. `why`: there is no agreement any more."""
+        """End a meeting, if no other rank has; whether all are in. `why`: the reason, if this ends the agreement."""
         return self._has_ended(self._store.compare_set(ended, "", how).decode(), why)
 
     def _has_ended(self, how: str, why: str = "") -> bool:

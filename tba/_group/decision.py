@@ -53,7 +53,7 @@ class Decision:
         tried: what came of trying another choice of blocks, in words; "" if none was.
         against: what ranks did before, where they now try this one; None if they try nothing.
         against_s: seconds of a step by that.
-        ahead: this one has been faster than it once.
+        ahead: this choice has already beaten `against` once.
         settled: there is nothing to be timed (any more).
     """
 
@@ -140,7 +140,8 @@ def _words(decision: Decision) -> str:
 
 def hardest(shares: Sequence[Share]) -> Facts:
     """Return the facts of a step that none of them has a harder one than. Nothing is derived in it (`decide_moves`)."""
-    base = max(shares, key=lambda share: share.facts.held_bytes - share.budget_bytes).facts
+    # What is saved late fills memory too, in backward.
+    base = max(shares, key=lambda share: share.facts.saved_bytes - share.budget_bytes).facts
     facts = [share.facts for share in shares]
     caps = [each.cap for each in facts if each.cap is not None]
     return replace(

@@ -56,7 +56,7 @@ def _whole_blocks_s(facts: Facts, excess_bytes: int) -> float:
 
 
 def gone_bytes(facts: Facts, limit_bytes: int, recomputed: Iterable[int]) -> int:
-    """Return how many bytes must have gone by the end of forward, where these blocks and parts recompute."""
+    """Return how many bytes must have left memory by the end of forward if these blocks and parts recompute."""
     gains = (facts.held_block_bytes(number) - facts.blocks[number].input_bytes for number in recomputed)
     return max(0, facts.held_bytes - sum(gains) - limit_bytes)
 

@@ -364,7 +364,7 @@ class Facts:
 
     def at_best(self) -> Facts:
         """Return the facts of a step whose operators finish at once, and let go of what they have used at once."""
-        last_s = self.forward_s * (1 - 1e-9)  # earlier than the end of forward in `scaled` facts, too
+        last_s = self.forward_s * (1 - 1e-9)  # still before the end of forward after `scaled` rounds
         saved = (replace(each, saved_s=min(each.saved_s, last_s), freed_s=None) for each in self.saved)
         return replace(self, saved=tuple(saved))
 
@@ -373,7 +373,7 @@ class Facts:
         return self._bytes_by_block.get(block, (0, 0, 0))[0]
 
     def held_block_bytes(self, block: int) -> int:
-        """Bytes of them that the step holds at the end of forward."""
+        """Bytes that a block saves and the step still holds at the end of forward."""
         return self._bytes_by_block.get(block, (0, 0, 0))[2]
 
     def replayed_bytes(self, block: int) -> int:

@@ -198,12 +198,12 @@ def _choices(
                 if written_bytes <= most_bytes or count == len(alike):
                     even_s = least
                     found.append((least, (costs, *base[:1], *alike[:1]), blocks))
-    # Evenly spread ones first, unless others may be faster by more than is looked for: times of alike blocks differ.
+    # Evenly spread ones first, unless another choice could win by more than `_NEAR`: timings of alike blocks vary.
     return sorted(found, key=lambda choice: (choice[0] * (1 + _NEAR * choice[1][0]), choice[1]))
 
 
 def _least(facts: Facts, budget_bytes: int, recomputed: Iterable[int]) -> tuple[float, int]:
-    """Return the least seconds of a step within the budget in which these recompute, and the bytes it writes for it."""
+    """Return the least seconds of a step that fits and in which these recompute, and the bytes it must write."""
     blocks = list(recomputed)
     written_bytes = gone_bytes(facts, budget_bytes, blocks)
     return least_s(facts, written_bytes, sum(facts.blocks[number].replay_s or 0.0 for number in blocks)), written_bytes
@@ -287,7 +287,7 @@ def _enough_of(candidates: Sequence[int], facts: Facts, budget_bytes: int, recom
         moved = diffuse(sizes, nbytes / max(1, sum(sizes)), most_bytes)
         return make(facts, budget_bytes, frozenset(candidates[position] for position in moved), recomputed)
 
-    # What is held at the end of forward tells how much at least, without a simulation.
+    # The bytes held at the end of forward give a lower bound without a simulation.
     over_bytes = gone_bytes(facts, held_limit_bytes(budget_bytes, facts.largest_bytes), recomputed)
     nbytes: float = min(most_bytes, max(over_bytes, facts.largest_bytes)) if over_bytes else 0
     best = plan = moving(nbytes)

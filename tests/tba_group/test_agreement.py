@@ -88,6 +88,43 @@ def test_a_rank_that_is_late_or_leaves_ends_the_agreement_for_all(how: str) -> N
     assert _each(main) == [(False, None, True)] * RANKS
 
 
+def test_a_rank_that_leaves_ends_the_agreement_where_another_has_refused_too() -> None:
+    left = Event()
+
+    def main(rank: int, agreement: Agreement) -> tuple[bool, bool]:
+        if rank == 1:
+            agreement.refuse("one")
+            refused.set()
+            return False, True
+        refused.wait(60)
+        if rank == 2:
+            agreement.leave("one")
+            left.set()
+        left.wait(60)
+        return agreement.all_in("one"), agreement.lost
+
+    refused = Event()
+    assert _each(main) == [(False, True)] * RANKS
+
+
+def test_forming_has_one_deadline_however_many_ranks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others tell one after the other, each a little before the time is over that the first was waited for."""
+    store, now_s, others = dist.HashStore(), 0.0, [1, 2, 3]
+
+    def sleep(_: float) -> None:
+        nonlocal now_s
+        now_s += 0.9
+        if others:
+            store.set(f"peers/{others.pop(0)}", "0,1,2,3")
+
+    monkeypatch.setattr(agreements.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(agreements.time, "sleep", sleep)
+    agreement = Agreement(store, 0, 1.0)
+    with pytest.warns(UserWarning, match="rank 3 has not told within 1 s"):
+        assert not agreement.form(frozenset(range(4)))
+    assert now_s == 1.8
+
+
 class _InOrder:
     """A rank's store, at whose meeting "one" an operation waits for what other ranks do first."""
 
