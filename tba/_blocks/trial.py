@@ -14,9 +14,9 @@ first, it does so on all of them.
 
 It is the same if outputs are equal bit for bit and it saves tensors of the same shapes in the same order. The graph
 that backward goes through is that of the first run, the program's own call. Nothing that a second run saves is kept: it
-would add to what the step holds just where memory is short, and allocators would keep the pages long afterwards. Only
-if the first forward ran backward through its own graph (for gradients of gradients, say) does the second keep what it
-saves, until its end.
+would add to what the step holds just where memory is short, and allocators would keep the pages long afterwards. Where
+its forward runs backward through its own graph (for gradients of gradients, say), it runs once more, and all is kept to
+the end of that run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .._state.gathered import gathers
 from .._torch import modes
 from .._torch.hook_stack import steps_aside
 from .._torch.private import innermost, tree_leaves
-from .call import Call, as_saved, same, shape
+from .call import Call, same, shape
 from .communication import Communication
 from .timeline import Stopwatch
 
@@ -85,7 +85,6 @@ class Trial:
         self.joint = False
         self._gathers = False  # its parts do, weights
         self._saved: list[tuple[Any, ...]] = []  # by the first run
-        self._runs = self._asks = False  # the first run is under way; it has asked for what it saved
         self._within = within
         self._ballot = ballot  # until it was used
         self._module = module
@@ -110,12 +109,8 @@ class Trial:
             self._tell(found.unseen)
             return self._forward(*args, **kwargs)
         steps_aside(self._note)
-        with torch.autograd.graph.saved_tensors_hooks(self._note, self._ask), Communication() as communication:
-            self._runs = True
-            try:
-                out = self._forward(*args, **kwargs)
-            finally:
-                self._runs = False
+        with torch.autograd.graph.saved_tensors_hooks(self._note, self._give), Communication() as communication:
+            out = self._forward(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         given = set(map(id, call.tensors))
         made = (each for each in reversed(outputs) if each.requires_grad and not each.is_leaf and id(each) not in given)
@@ -155,13 +150,6 @@ class Trial:
         self._saved.append(shape(tensor))
         return self._keep(tensor) if self._within is None else self._within._note(tensor)
 
-    def _ask(self, packed: Any) -> Tensor:
-        """Give back what the first run has saved."""
-        for each in (self, self._within):
-            if each is not None and each._runs:
-                each._asks = True
-        return self._give(packed)
-
     def _is_joint(self, communication: Communication) -> bool:
         return self._ballot is not None and communication.is_among(self._ballot.members)
 
@@ -177,18 +165,27 @@ class Trial:
         tracer = interrupts.tracer()
         try:
             before = [self._give(kept).detach() for kept in first.outputs]
-            with first.call.repeated(self._give, again := _Noted(keeps=self._asks), as_saved) as (args, kwargs):
-                return self._compare(first, before, again, args, kwargs)
+            for keeps in (False, True):
+                again = _Noted(keeps=keeps)
+                with first.call.repeated(self._give, again, again.give) as (args, kwargs):
+                    if not keeps and not self._may_run():
+                        return "it communicates with other ranks, one of which could not try it", None
+                    found = self._compare(first, before, again, args, kwargs)
+                if not again.lacks:
+                    break
         except (OffloadError, RuntimeError) as error:
             interrupts.pass_on(error, tracer)
             return "what it was given or returned was edited, or could not be read back", None
+        return found
+
+    def _may_run(self) -> bool:
+        """Whether the block may run again: all ranks come to it here that it exchanges data with."""
+        ballot, self._ballot = self._ballot, None
+        return not self.joint or (ballot is not None and ballot.agrees())
 
     def _compare(
         self, first: _First, before: list[Tensor], again: _Noted, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, float | None]:
-        ballot, self._ballot = self._ballot, None
-        if self.joint and (ballot is None or not ballot.agrees()):
-            return "it communicates with other ranks, one of which could not try it", None
         again.begin(before[0] if before else None)
         tracer = interrupts.tracer()
         try:
@@ -226,10 +223,16 @@ class _First(NamedTuple):
 
 
 class _Noted:
-    """Pack hook of the second run: notes what that saves, and keeps it only if `keeps` is set."""
+    """Hooks of the second run: they note what that saves, and keep it only if `keeps` is set.
+
+    Attributes:
+        shapes: of what it has saved.
+        lacks: its forward has asked for what was not kept.
+    """
 
     def __init__(self, *, keeps: bool) -> None:
         self.shapes: list[tuple[Any, ...]] = []
+        self.lacks = False
         self._keeps = keeps
         self._watch: Stopwatch | None = None
 
@@ -243,7 +246,16 @@ class _Noted:
         return 0.0 if self._watch is None else self._watch.seconds
 
     def __call__(self, tensor: Tensor) -> Tensor | None:
+        """Pack a tensor."""
         if self._watch is not None:
             self._watch.lap()
         self.shapes.append(shape(tensor))
-        return tensor.detach() if self._keeps else None
+        kept = tensor.detach()  # as a recomputation does, and its time counts
+        return kept if self._keeps else None
+
+    def give(self, kept: Tensor | None) -> Tensor:
+        """Unpack it. Raises RuntimeError if it was not kept."""
+        if kept is None:
+            self.lacks = True
+            raise RuntimeError("the trial of a block has not kept what its second run saved")
+        return kept
