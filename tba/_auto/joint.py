@@ -149,17 +149,15 @@ class Joint:
         if self._agreement is None or not self._binds or self.phase is ALONE:
             return which is None
         name = f"{self._forwards}/all"
-        if which is None or not self._agreement.is_alike(f"{self._forwards}/which", which):
+        if which is not None and self._agreement.is_alike(f"{self._forwards}/which", which):
+            self.together = self._agreement.all_in(name)
+        else:
             self._agreement.refuse(name)
-            if self._agreement.lost:
-                self.phase = ALONE
-            return which is None
-        self.together = self._agreement.all_in(name)
         if self.together:
             self._agreement.tidy()
         elif self._agreement.lost:
             self.phase = ALONE
-        return self.together
+        return self.together or which is None
 
     @property
     def agreement_s(self) -> float:

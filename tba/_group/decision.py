@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from .._plan.contest import FASTER, STEPS, WRONG
+from .._plan.contest import STEPS, WRONG, is_faster
 from .._plan.facts import Block, Facts, Link
 from .._plan.greedy import decide, decide_moves, fitting
 from .._plan.plan import Plan
@@ -82,14 +82,14 @@ def after_steps(decision: Decision, shares: Sequence[Share], seconds: Sequence[f
     step_s, before, before_s = max(seconds), decision.against, decision.against_s
     if before is None:
         return _rival(decision, shares, step_s) or replace(decision, settled=True)
-    if not decision.ahead and step_s < FASTER * before_s:
-        return replace(decision, ahead=True, tried=f"on trial, for {STEPS} more steps")
     times = f"{step_s:.3f} s a step, not {before_s:.3f} s"
-    if decision.ahead and step_s < before_s:
-        tried = f"{_words(decision)} was tried, and stays: it takes {times}"
-        return replace(decision, against=None, ahead=False, settled=True, tried=tried)
-    steps = STEPS * (1 + decision.ahead)
-    return replace(before, settled=True, tried=f"{_words(decision)} was tried for {steps} steps: it took {times}")
+    if not is_faster(step_s, before_s, ahead=decision.ahead):
+        steps = STEPS * (1 + decision.ahead)
+        return replace(before, settled=True, tried=f"{_words(decision)} was tried for {steps} steps: it took {times}")
+    if not decision.ahead:
+        return replace(decision, ahead=True, tried=f"on trial, for {STEPS} more steps")
+    tried = f"{_words(decision)} was tried, and stays: it takes {times}"
+    return replace(decision, against=None, ahead=False, settled=True, tried=tried)
 
 
 def _rival(decision: Decision, shares: Sequence[Share], step_s: float) -> Decision | None:

@@ -22,7 +22,7 @@ from .plan import Plan
 
 WRONG = 1.1  # times as long as predicted, from which on the model is not trusted
 STEPS, WARM_UP = 3, 1  # by each plan; the first steps after a change allocate anew
-FASTER = 0.97  # of the other's time, below which a rival takes its place
+_FASTER = 0.97  # of the other's time, below which a rival is ahead
 _NEAR = 1.2  # times as long as the plan that stands: a rival predicted to take longer is not tried
 
 
@@ -62,14 +62,19 @@ class Contest:
             if other is None:
                 return Contest(over=True), plan
             return Contest(stood=plan, stood_s=fastest_s), replace(other, tried=f"on trial, for {STEPS} steps")
-        if not self.ahead and fastest_s < FASTER * self.stood_s:
+        if not is_faster(fastest_s, self.stood_s, ahead=self.ahead):
+            steps, times = STEPS * (1 + self.ahead), f"{fastest_s:.3f} s a step, not {self.stood_s:.3f} s"
+            tried = f"tried for {steps} steps: {_instead(plan)} took {times}"
+            return Contest(over=True), replace(self.stood, tried=tried)
+        if not self.ahead:
             return replace(self, seconds=(), ahead=True), replace(plan, tried=f"on trial, for {STEPS} more steps")
-        if self.ahead and fastest_s < self.stood_s:
-            reason = f"a step takes {fastest_s:.3f} s, not {self.stood_s:.3f} s: {_instead(plan)}"
-            return Contest(over=True), replace(plan, reason=reason, tried="")
-        steps, times = STEPS * (1 + self.ahead), f"{fastest_s:.3f} s a step, not {self.stood_s:.3f} s"
-        tried = f"tried for {steps} steps: {_instead(plan)} took {times}"
-        return Contest(over=True), replace(self.stood, tried=tried)
+        reason = f"a step takes {fastest_s:.3f} s, not {self.stood_s:.3f} s: {_instead(plan)}"
+        return Contest(over=True), replace(plan, reason=reason, tried="")
+
+
+def is_faster(step_s: float, stood_s: float, *, ahead: bool) -> bool:
+    """Whether a rival is faster than the plan that stood: by a margin, and where it is `ahead` already by any."""
+    return step_s < (stood_s if ahead else _FASTER * stood_s)
 
 
 def rival(plan: Plan) -> Plan | None:

@@ -184,6 +184,17 @@ class Cap:
     why: str
 
 
+class _BlockBytes(NamedTuple):
+    """Bytes of a block: that it saves, that of these are held at the end of forward, and that a second run saves."""
+
+    saved: int = 0
+    held: int = 0
+    replayed: int = 0
+
+
+_NONE = _BlockBytes()
+
+
 @dataclass(frozen=True)
 class Facts:
     """All that is known of a step.
@@ -370,27 +381,27 @@ class Facts:
 
     def block_bytes(self, block: int) -> int:
         """Bytes that a block saves."""
-        return self._bytes_by_block.get(block, (0, 0, 0))[0]
+        return self._bytes_by_block.get(block, _NONE).saved
 
     def held_block_bytes(self, block: int) -> int:
         """Bytes that a block saves and the step still holds at the end of forward."""
-        return self._bytes_by_block.get(block, (0, 0, 0))[2]
+        return self._bytes_by_block.get(block, _NONE).held
 
     def replayed_bytes(self, block: int) -> int:
         """Bytes that a block saves where it runs again, which no codec sees."""
-        return self._bytes_by_block.get(block, (0, 0, 0))[1]
+        return self._bytes_by_block.get(block, _NONE).replayed
 
     def replay_bytes(self, recomputed: Iterable[int]) -> int:
         """Bytes that come back at once where blocks recompute: those of the largest."""
         return max(map(self.replayed_bytes, recomputed), default=0)
 
     @cached_property
-    def _bytes_by_block(self) -> dict[int, tuple[int, int, int]]:
+    def _bytes_by_block(self) -> dict[int, _BlockBytes]:
         return {
-            block: (
-                sum(self.saved[index].nbytes for index in inside),
-                sum(self.saved[index].replayed_bytes for index in inside),
-                sum(self.saved[index].nbytes for index in inside if not self.is_late(index)),
+            block: _BlockBytes(
+                saved=sum(self.saved[index].nbytes for index in inside),
+                held=sum(self.saved[index].nbytes for index in inside if not self.is_late(index)),
+                replayed=sum(self.saved[index].replayed_bytes for index in inside),
             )
             for block, inside in self.by_block.items()
         }

@@ -121,16 +121,17 @@ def _best(facts: Facts, budget_bytes: int, *, moves: bool, recomputes: bool) -> 
     # Whole blocks first, as if there were no parts: parts then never make a plan slower.
     for ladders in ([whole], beside):
         best = _search(best, ladders, bound_s, moves=moves)
-
-    def may_win(recomputed: frozenset[int], *, moves: bool) -> bool:
-        least, written_bytes = _least(facts, budget_bytes, recomputed)
-        return not best.fits or (least < best.predicted.step_s and (moves or not written_bytes))
-
     hand = [each for each in by_hand(facts, may) if moves or not each[0]]
-    others = [make(facts, budget_bytes, *each) for each in hand if may_win(each[1], moves=bool(each[0]))]
-    if moves and may_win(frozenset(), moves=True) and not _is_near(best, bound_s):
+    others = [make(facts, budget_bytes, *each) for each in hand if _may_beat(best, each[1], moves=bool(each[0]))]
+    if moves and _may_beat(best, frozenset(), moves=True) and not _is_near(best, bound_s):
         others.append(_moving_enough(facts, budget_bytes, frozenset(), moves=True))
     return min((best, *others), key=_rank)
+
+
+def _may_beat(best: Plan, recomputed: frozenset[int], *, moves: bool) -> bool:
+    """Whether a plan by which these recompute may be better, by what it takes at least."""
+    least, written_bytes = _least(best.facts, best.budget_bytes, recomputed)
+    return not best.fits or (least < best.predicted.step_s and (moves or not written_bytes))
 
 
 def _is_near(plan: Plan, bound_s: float) -> bool:
