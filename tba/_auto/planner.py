@@ -382,7 +382,8 @@ class Planner:
         if graph is not None:
             with self._lock:
                 saved_bytes = self._ledger.plain_bytes - before_bytes
-                self._ledger.recompute(graph, max(0, plan.facts.replayed_bytes(visit) - saved_bytes))
+                nbytes = max(0, plan.facts.replayed_bytes(visit) - saved_bytes)
+                self._ledger.recompute(graph, nbytes, plan.facts.blocks[visit].small_bytes)
         return out
 
     # -- saved tensors -----------------------------------------------------------------------------------------------

@@ -18,10 +18,12 @@ class Input:
         nbytes: of it.
         stays_bytes: of them, those that no plan moves: of small tensors, of slices, of weights, and of what other
             blocks are given too, which the first block of backward wants.
+        small_bytes: of these, those of small tensors, which have no record.
     """
 
     nbytes: int = 0
     stays_bytes: int = 0
+    small_bytes: int = 0
 
 
 @dataclass
@@ -58,6 +60,7 @@ class Given:
             source = _Source(taken, nbytes if all(map(self._may_move, each)) else 0)
             taken.nbytes += nbytes
             taken.stays_bytes += nbytes - source.moves_bytes
+            taken.small_bytes += nbytes if self._is_small(each[0]) else 0
             self._known |= {id(tensor): (weakref.ref(tensor), source) for tensor in each}
         return taken
 
@@ -66,5 +69,11 @@ class Given:
         return source if reference is not None and reference() is tensor else None
 
     def _may_move(self, tensor: Tensor) -> bool:
-        is_weight = tensor.is_leaf and tensor.requires_grad
-        return tensor.untyped_storage().nbytes() == tensor.nbytes >= self._least_bytes and not is_weight
+        return tensor.untyped_storage().nbytes() == tensor.nbytes >= self._least_bytes and not _is_weight(tensor)
+
+    def _is_small(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().nbytes() < self._least_bytes and not _is_weight(tensor)
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    return tensor.is_leaf and tensor.requires_grad

@@ -9,7 +9,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -223,15 +223,14 @@ class Watch:
             if replay_s is not None and visit + 1 < len(begins_s):
                 # Beside the transfers of backward a trial may take longer than a replay will.
                 replay_s = min(replay_s, begins_s[visit + 1] - begins_s[visit])
-            stays_bytes = given.stays_bytes
-            blocks.append(Block(begins_s[visit], replay_s, given.nbytes, verdict.why_not, stays_bytes=stays_bytes))
+            blocks.append(_block(begins_s[visit], replay_s, given, verdict.why_not))
         for number, part in enumerate(self.parts):
             verdict = self._verdict(FIRST_PART - number)
             if part.leaks:
                 verdict = Verdict(None, "what it saves is saved again outside of it")
             replay_s = None if verdict.seconds is None else min(verdict.seconds, part.end_s - part.begin_s)
-            place = part.block, part.kind, part.first, part.last
-            blocks.append(Block(part.begin_s, replay_s, part.given.nbytes, verdict.why_not, *place))
+            block = _block(part.begin_s, replay_s, part.given, verdict.why_not)
+            blocks.append(replace(block, within=part.block, kind=part.kind, first=part.first, last=part.last))
         return Facts(
             saved=saved,
             blocks=tuple(blocks),
@@ -300,6 +299,11 @@ class Places:
         place = self.shared.outside[first]
         seen.met.add(place)
         return place
+
+
+def _block(begin_s: float, replay_s: float | None, given: Input, why_not: str) -> Block:
+    stays_bytes, small_bytes = given.stays_bytes, given.small_bytes
+    return Block(begin_s, replay_s, given.nbytes, why_not, stays_bytes=stays_bytes, small_bytes=small_bytes)
 
 
 def _ascending(times_s: Iterable[float]) -> list[float]:

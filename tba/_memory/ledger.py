@@ -138,11 +138,21 @@ class Ledger:
         """Count what stays without a record until its operator has finished (`keep`)."""
         self.due_bytes += nbytes
 
-    def recompute(self, graph: object, nbytes: int) -> None:
-        """Count what a block would have saved that runs again, for as long as its graph lives."""
-        self._recomputed.add(graph, nbytes)
+    def recompute(self, graph: object, nbytes: int, small_bytes: int = 0) -> None:
+        """Count a block that runs again, for as long as its graph lives.
+
+        Args:
+            graph: dies with the graph.
+            nbytes: that the block would have saved beside what it has.
+            small_bytes: of its input, kept without a record.
+        """
+        if small_bytes:
+            self._passed.add(graph, small_bytes)
+        self._recomputed.add(graph, nbytes - small_bytes)
         self._replay_bytes = max(self._replay_bytes, nbytes)
-        self._note_plain(self.passed_bytes)
+        passed_bytes = self.passed_bytes
+        self._note_plain(passed_bytes)
+        self._note_held(passed_bytes)
 
     def hold(self, nbytes: int, plain_bytes: int, device: torch.device) -> None:
         """Count a new record that is held, of `plain_bytes` before any codec, and look at memory now and then."""

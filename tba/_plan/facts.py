@@ -85,6 +85,7 @@ class Block:
         kind: of a part, its class.
         first, last: of a part, the numbers of its block's places from which on and up to which are its own.
         stays_bytes: of the input, those that may not move.
+        small_bytes: of the input, those of small tensors, which have no record.
     """
 
     begin_s: float
@@ -96,6 +97,7 @@ class Block:
     first: int = 0
     last: int = 0
     stays_bytes: int = 0
+    small_bytes: int = 0
 
     @property
     def moving_bytes(self) -> int:

@@ -23,6 +23,7 @@ def test_of_an_input_only_whole_tensors_of_one_block_may_move() -> None:
     assert (first.nbytes, first.stays_bytes) == (64, 0)
     second = given.take([torch.zeros(9)[1:], torch.zeros(3), mask, weight, torch.zeros(1).expand(8)])
     assert (second.nbytes, second.stays_bytes) == (32 + 12 + 32 + 4, 32 + 12 + 32 + 4)
+    assert (first.small_bytes, second.small_bytes) == (0, 12 + 4)
     assert (first.nbytes, first.stays_bytes) == (64, 32)  # the mask is wanted by the first block of backward
     given.take([mask])
     assert first.stays_bytes == 32

@@ -66,6 +66,16 @@ def test_what_was_passed_counts_until_it_dies_and_a_leaf_no_longer_than_its_step
     assert (made.passed_bytes, made.graphs_live) == (0, False)
 
 
+def test_what_a_block_that_runs_again_keeps_without_a_record_counts_as_long_as_its_graph_lives() -> None:
+    made, _, counters = ledger(memory_budget="10MiB")
+    graph = torch.ones(3)
+    made.recompute(graph, 10, small_bytes=4)
+    assert (made.in_memory_bytes, made.plain_bytes, counters.peak_bytes) == (4, 10, 4)
+    assert made.hold_bytes == made.limit_bytes - 4
+    del graph
+    assert (made.in_memory_bytes, made.plain_bytes) == (0, 0)
+
+
 def test_of_a_set_budget_the_largest_tensor_and_a_trial_are_left_free() -> None:
     made, _, _ = ledger(memory_budget="10MiB")
     assert made.look_at_room() == made.limit_bytes == 10 * MIB
