@@ -169,11 +169,11 @@ _AMPLE, _SCARCE = (
 )
 
 SETS: Mapping[str, Set] = {
-    # Recompute, offload, keep.
+    # Recompute, offload, keep. The lowest budget is less than what full checkpointing keeps.
     "rok": Set(
         arms=(
             *(_PLAIN, *_PEERS, _RULE, _FREE),
-            *map(_auto, (0.25, 0.4, 0.55, 0.7, 0.85)),
+            *map(_auto, (0.05, 0.25, 0.4, 0.55, 0.7, 0.85, _FITS)),
             *(_nvme(), *_presets("exact", "safe8", "balanced")),
         ),
         few=(PLAIN, CHECKPOINT, SELECTIVE, RULE, "auto 0.40", NVME, "keep, safe8"),
@@ -189,7 +189,7 @@ SETS: Mapping[str, Set] = {
         families=("llama",),
         rounds=4,
     ),
-    # Budgets beside the fixed policies. The lowest is less than what full checkpointing keeps.
+    # Budgets beside the fixed policies.
     "auto": Set(
         arms=(_PLAIN, _nvme(), _PEERS[0], _RULE, _FREE, *map(_auto, (0.05, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, _FITS))),
         few=(PLAIN, NVME, CHECKPOINT, "auto 0.40", f"auto {_FITS:.2f}"),
