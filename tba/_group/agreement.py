@@ -15,7 +15,8 @@ writes the word, by compare-and-set, and all others read it:
 Guarantees:
 
 1. `all_in` is True on all members or on none.
-2. `decide` gives all members what the lowest of them has concluded from what all have said, or None to all.
+2. `decide` gives all members what the lowest of them has concluded from what all have said, or None to all. If that
+   raises there, all others have None at once.
 3. Nobody waits longer than `timeout_s` for others to come, nor for what the lowest concludes, and a lost agreement is
    waited for no more.
 4. No collective is used, no process group and no thread is made. What is stored for a meeting is deleted after the
@@ -141,7 +142,12 @@ class Agreement:
             answer, told = self._key(f"{name}/answer"), self._key(f"{name}/told")
             if self._rank == self.members[0]:
                 keys = [self._key(f"{name}/{each}") for each in self.members]
-                self._store.set(answer, pickle.dumps(conclude([pickle.loads(self._store.get(key)) for key in keys])))
+                try:
+                    concluded = pickle.dumps(conclude([pickle.loads(self._store.get(key)) for key in keys]))
+                except BaseException as error:
+                    self._end(told, _LOST, f"rank {self._rank} could not decide: {error!r}")  # nobody waits for it
+                    raise
+                self._store.set(answer, concluded)
                 is_told = self._end(told, _IN)
             elif (how := self._read(told, _Wait(self.timeout_s, len(self.members)))) is not None:
                 is_told = self._has_ended(how)

@@ -45,6 +45,25 @@ def test_all_ranks_get_what_the_lowest_concludes_from_what_all_said() -> None:
     assert _each(main) == [expected] * RANKS
 
 
+def test_nobody_waits_for_a_lowest_rank_that_cannot_conclude(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(agreements, "warn", told.append)
+
+    def conclude(_: list[int]) -> None:
+        raise MemoryError("no room")
+
+    def main(rank: int, agreement: Agreement) -> Any:
+        try:
+            found = agreement.decide("one", rank, conclude)
+        except MemoryError as error:
+            found = str(error)
+        return found, agreement.lost, agreement.all_in("two")
+
+    assert _each(main) == [("no room", True, False), *[(None, True, False)] * (RANKS - 1)]
+    assert len(told) == RANKS
+    assert not any("within" in each for each in told)  # which is what it says where it has waited
+
+
 def test_a_rank_that_refuses_lets_one_meeting_fail_for_all() -> None:
     def main(rank: int, agreement: Agreement) -> Any:
         if rank == 1:
