@@ -1,4 +1,4 @@
-"""Acted: what the planner has done to a step."""
+"""Acted: what the execution of plans has done to a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Acted(NamedTuple):
-    """What the planner has done to a step.
+    """What has been done to a step by plan.
 
     Attributes:
         planned: moved or recomputed some of it by a plan.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compact import Saved
 
-from .._auto.planner import Planner
+from .._auto.execution import Execution
 from .._compress.compressor import Compressor
 from .._config import OffloadConfig
 from .._device import streams
@@ -86,7 +86,7 @@ class Packing:
         pending: Pending,
         read_ahead: ReadAhead,
         write_behind: WriteBehind,
-        planner: Planner | None,
+        execution: Execution | None,
     ) -> None:
         self.numbers = 0
         self.worth_bytes = 0
@@ -108,7 +108,7 @@ class Packing:
         self._follows = False  # what is packed is given again by others, in a step that follows another
         self._write_behind = write_behind
         self._model = model
-        self._planner = planner
+        self._execution = execution
         self._decisions = policy.decisions(config.tier, compresses=config.compress is not None)
         self._sizes = Sizes.of(int(config.min_tensor_bytes))
 
@@ -121,14 +121,14 @@ class Packing:
         step.count()
 
     def follow(self, step: Step, *, may: bool) -> None:
-        """Have a step follow another of the planner's kind, if it `may` and there is one; else write it down for them.
+        """Have a step follow another of its kind, if it `may` and there is one; else write it down for them.
 
         A further forward of the step goes on with what the first has begun, if that is of its kind.
         """
-        planner = self._planner
-        assert planner is not None
-        kind = planner.kind
-        if not (planner.repeats and may):
+        execution = self._execution
+        assert execution is not None
+        kind = execution.kind
+        if not (execution.repeats and may):
             self.turn(step, departs=False)
             return
         light = step.mode in LIGHT
@@ -141,7 +141,7 @@ class Packing:
         elif step.kind is not kind:
             self.turn(step)
         if step.mode is FOLLOWING:
-            planner.follow()
+            execution.follow()
 
     def turn(self, step: Step, *, departs: bool = True) -> None:
         """Have the full hooks take over for the rest of a step; if it `departs`, it is another than was planned."""
@@ -149,8 +149,8 @@ class Packing:
         step.turn()
         if before is COUNTING:
             self.mark_weights()  # the full hooks are to know them
-        elif before is FOLLOWING and self._planner is not None:
-            self._planner.depart(departs)
+        elif before is FOLLOWING and self._execution is not None:
+            self._execution.depart(departs)
 
     def mark_weights(self) -> None:
         """Learn the model's storages anew, once a step, as they may have been replaced."""
@@ -312,7 +312,7 @@ class Packing:
         record = joined(reversed(self._pending.local.queue), sequence_nr(), seen.storage, begin, end)
         together = record is not None
         if record is None and self._joins_alike and end - begin == seen.nbytes:
-            record = known.find_alike(begin, end, self._remains, pending=self._planner is not None)
+            record = known.find_alike(begin, end, self._remains, pending=self._execution is not None)
             self.numbers += record is not None  # those that follow do not depend on whether it was found in time
         if record is None or not (compressor is None or compressor.also(record, kind)):
             return None
@@ -325,8 +325,8 @@ class Packing:
         """Count one more tensor that looks at a record."""
         self._counters.duplicate_bytes += nbytes
         record.add_saver()
-        if self._planner is not None:
-            self._planner.joined(record)
+        if self._execution is not None:
+            self._execution.joined(record)
         if record.stream is not None:
             streams.also_used(tensor, record.stream)
 
@@ -366,15 +366,19 @@ class Packing:
         if self._mover.recorder.trace is not None:
             now_s = time.perf_counter()
             self._mover.recorder.note("saved", now_s, now_s, record.nbytes, record.name())
-        planner = self._planner
+        execution = self._execution
         if self._follows:
             record.follow()
-        if planner is not None and planner.saved(record):
+        if execution is not None and execution.saved(record):
             record.go()
         if self._compressor is not None:
             self._compressor.choose(record, kind)
-        if self._derivations is not None and apart and (self._derives_all or (planner is not None and planner.derives)):
-            may = self._derives_all or record.follows or (planner is not None and planner.tries(record))
+        if (
+            self._derivations is not None
+            and apart
+            and (self._derives_all or (execution is not None and execution.derives))
+        ):
+            may = self._derives_all or record.follows or (execution is not None and execution.tries(record))
             self._derivations.look_for(record, may=may, notes=self._derives_all)
         if record.offloaded:
             self._counters.offloaded_bytes += record.logical_bytes

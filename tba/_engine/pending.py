@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import deque
 
-from .._auto.planner import Planner
+from .._auto.execution import Execution
 from .._compress.compressor import Compressor
 from .._derive.derivations import Derivations
 from .._derive.worth import Worth
@@ -45,14 +45,14 @@ class Pending:
         counters: Counters,
         compressor: Compressor | None,
         derivations: Derivations | None,
-        planner: Planner | None,
+        execution: Execution | None,
     ) -> None:
         self._write_behind = write_behind
         self._counters = counters
         self.derivations = derivations
         self.compressor = compressor
         self._late: deque[weakref.ref[Record]] = deque()  # finished, but a source is not settled yet (`awaits`)
-        self._planner = planner  # hears of each record once it is known what a codec leaves of it
+        self._execution = execution  # hears of each record once it is known what a codec leaves of it
         self.local = _Local()
 
     def add(self, sequence_nr: int, record: Record) -> None:
@@ -80,8 +80,8 @@ class Pending:
         compressor = self.compressor
         if compressor is not None and (compressor.lossy or record.stream is None) and not compressor.encode(record):
             self.settle(wait=True, but=record)
-        if self._planner is not None:
-            self._planner.packed(record)
+        if self._execution is not None:
+            self._execution.packed(record)
         record.examine(False)
         record.hold()
 
@@ -123,12 +123,12 @@ class Pending:
         return compared
 
     def _compare(self, record: Record) -> None:
-        planner, derivations = self._planner, self.derivations
-        if derivations is not None and planner is not None and planner.tries(record):
-            with planner.apart():
+        execution, derivations = self._execution, self.derivations
+        if derivations is not None and execution is not None and execution.tries(record):
+            with execution.apart():
                 found = derivations.cost(record)
             if found is not None:
-                planner.derivable(record, *found)
+                execution.derivable(record, *found)
         replaced = derivations is not None and derivations.replaces(record)
         if replaced is not None:
             self._compared(record, replaced=replaced)
@@ -149,14 +149,14 @@ class Pending:
             self._go(record)
 
     def _let_go(self, record: Record) -> None:
-        if self._planner is not None:
-            self._planner.packed(record)
+        if self._execution is not None:
+            self._execution.packed(record)
         self._counters.derived_bytes += record.nbytes
         self._counters.kept_to_offloaded(record.set_offloaded(False), DERIVED)
 
     def _go(self, record: Record) -> None:
-        if self._planner is not None:
-            self._planner.packed(record)
+        if self._execution is not None:
+            self._execution.packed(record)
         if record.stays:
             record.hold()
         else:

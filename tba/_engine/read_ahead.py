@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 
 from io_backends import interrupts
 
-from .._auto.planner import Planner
+from .._auto.execution import Execution
 from .._memory import shortage
 from .._plan.policy import read_burst_bytes
 from .._plan.read_order import Orders, Walk
@@ -48,7 +48,9 @@ class ReadAhead:
         remains: where records append themselves when they die.
     """
 
-    def __init__(self, *, mover: Mover, write_behind: WriteBehind, pending: Pending, planner: Planner | None) -> None:
+    def __init__(
+        self, *, mover: Mover, write_behind: WriteBehind, pending: Pending, execution: Execution | None
+    ) -> None:
         self.records: OrderedDict[int, weakref.ref[Record]] = OrderedDict()  # the oldest is found at once, always
         self.remains: deque[Remains] = deque()
         self._next_at_bytes = _NOTHING_LACKS  # in memory, at which more can be read
@@ -56,7 +58,7 @@ class ReadAhead:
         self._write_behind = write_behind
         self._ledger = write_behind.ledger
         self._pending = pending
-        self._planner = planner
+        self._execution = execution
         self._orders = Orders()
         self._walks: dict[int, Walk] = {}  # by graph task
         self._members: dict[int, int] = {}  # what counts, by number, and for how many bytes; oldest first
@@ -188,8 +190,8 @@ class ReadAhead:
         while self.remains:
             remains = self.remains.popleft()
             self._bury(remains)
-            if self._planner is not None:
-                self._planner.freed(remains.number)
+            if self._execution is not None:
+                self._execution.freed(remains.number)
             if remains.write is not None:
                 mover.discard(remains.write)
         if mover.landing.unconfirmed:

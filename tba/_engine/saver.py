@@ -123,16 +123,17 @@ class Saver(ForkAware):
                 give=self.unpack,
             )
         self.planner = planner
+        execution = None if planner is None else planner.execution
         self.pending = pending = Pending(
             write_behind=write_behind,
             counters=self.counters,
             compressor=self.compressor,
             derivations=self.derivations,
-            planner=planner,
+            execution=execution,
         )
         self.rest = Rest.of(config, model)
         self.read_ahead = read_ahead = ReadAhead(
-            mover=mover, write_behind=write_behind, pending=pending, planner=planner
+            mover=mover, write_behind=write_behind, pending=pending, execution=execution
         )
         self._sizes = Sizes.of(int(config.min_tensor_bytes))
         footprint = Footprint(self.counters, compresses=config.compress is not None)
@@ -149,7 +150,7 @@ class Saver(ForkAware):
             write_behind=write_behind,
             pending=pending,
             read_ahead=read_ahead,
-            planner=planner,
+            execution=execution,
         )
         self._unpacking = Unpacking(
             mover=mover,
@@ -158,7 +159,7 @@ class Saver(ForkAware):
             read_ahead=read_ahead,
             steps=self.steps,
             readings=self._readings,
-            planner=planner,
+            execution=execution,
             packing=self._packing,
         )
         self._tensor: Callable[..., Tensor] = self._unpacking.tensor
@@ -273,7 +274,7 @@ class Saver(ForkAware):
     @property
     def _derives(self) -> bool:
         """Whether anything may have been derived."""
-        return self.compressor is not None or (self.planner is not None and self.planner.derives)
+        return self.compressor is not None or (self.planner is not None and self.planner.execution.derives)
 
     def _give_apart(self, record: Record, view: View, *_: object) -> Tensor:
         with quiet():
@@ -379,7 +380,7 @@ class Saver(ForkAware):
                 self._packing.mark_weights()
             self.steps.replace(step.anew())
             if self.planner is not None:
-                self.planner.forget()
+                self.planner.execution.forget()
 
     def leave(self, *, failed: bool, packed: bool, inside: bool) -> None:
         """Leave the context: by an exception if `failed`, with hooks on if `packed`, on a thread still `inside` it."""
@@ -556,7 +557,7 @@ class Saver(ForkAware):
         packing.pass_on(step, None)
         if step.over:  # waiting for room lets go of the lock: another thread has ended it
             return
-        acted = self.planner.acted if self.planner is not None else Acted()
+        acted = self.planner.execution.acted if self.planner is not None else Acted()
         self.mover.take_share()  # first: the next plan is for the room of now
         self._learn(step, acted)
         self.write_behind.end_step()

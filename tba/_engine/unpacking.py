@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from .._auto.planner import Planner
+from .._auto.execution import Execution
 from .._derive.derivations import again
 from .._device import memory as device_memory
 from .._memory import shortage
@@ -58,7 +58,7 @@ class Unpacking:
         read_ahead: ReadAhead,
         steps: Steps,
         readings: Readings,
-        planner: Planner | None,
+        execution: Execution | None,
         packing: Packing,
     ) -> None:
         self._lock = mover.lock
@@ -71,7 +71,7 @@ class Unpacking:
         self._read_ahead = read_ahead
         self._steps = steps
         self._readings = readings
-        self._planner = planner
+        self._execution = execution
         self._packing = packing
 
     def tensor(self, record: Record, view: View, task: int, to_code: bool) -> Tensor:
@@ -93,8 +93,8 @@ class Unpacking:
                 self._pending.settle(wait=self._compressor.lossy)
             if not record.asks:
                 self._mover.pressure.moved(record.nbytes)
-            if self._planner is not None and task != -1:
-                self._planner.asked(record)
+            if self._execution is not None and task != -1:
+                self._execution.asked(record)
             if record.restored is not None and is_edited(record.restored):
                 self._read_ahead.hand_over(record)  # a hook of its node did, or a recomputation: it is read again
             derived = record.state is DERIVED
@@ -129,8 +129,8 @@ class Unpacking:
         """Read on in a step of which some stays without a record, where that has made room."""
         if step.due:
             self._packing.pass_on(step, None)
-        if self._planner is not None:
-            self._planner.asked(None)
+        if self._execution is not None:
+            self._execution.asked(None)
         if self._read_ahead.may_go_on():
             self._read_ahead.go_on(task, step.first_number)
 

@@ -178,8 +178,8 @@ def watched(offload: Offloader) -> int:
     """Storages that the planner has noted in the step under way."""
     planner = offload._saver.planner
     assert planner is not None
-    assert planner._now is not None
-    return len(planner._now.saved)
+    assert planner.execution._now is not None
+    return len(planner.execution._now.saved)
 
 
 def tear(offload: Offloader) -> None:

@@ -120,7 +120,7 @@ def test_a_budget_that_is_never_reached_stands_around_nothing(
 def test_forwards_without_a_backward_are_not_watched_for_ever(
     auto: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tba._auto.planner._MOST_WATCHED", 100, raising=False)
+    monkeypatch.setattr("tba._auto.execution._MOST_WATCHED", 100, raising=False)
     training = Training()
     offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()))
     most, alive = 0, []  # a graph that dies is no part of what follows it

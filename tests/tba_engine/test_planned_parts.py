@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from support.clock import Counted
 from support.planned import LAYERS, ROWS, WIDTH, Training, assert_equal, departures, follow, train
 from tba import Offloader
-from tba._auto.planner import Planner
+from tba._auto.execution import Execution
 from tba._blocks.trial import Trial
 from tba._plan import clock
 from tba._plan.plan import Plan
@@ -162,14 +162,14 @@ def test_what_moves_beside_parts_that_recompute_is_found_in_its_place(
     auto: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clock, "current", Counted(rate=1 << 28))
-    training, sent, saved = Training(Turned), list[int](), Planner.saved
+    training, sent, saved = Training(Turned), list[int](), Execution.saved
 
-    def noted(planner: Planner, record: Record) -> bool:
-        goes = saved(planner, record)
+    def noted(execution: Execution, record: Record) -> bool:
+        goes = saved(execution, record)
         sent.extend([record.plain_bytes] * goes)
         return goes
 
-    monkeypatch.setattr(Planner, "saved", noted)
+    monkeypatch.setattr(Execution, "saved", noted)
     offload = auto(training.model, memory_budget=int(0.4 * held_bytes(auto, Turned)), derive=False)
     plans, moved = [offload.plan], []
     for number in range(6):

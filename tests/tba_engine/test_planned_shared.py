@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from support.planned import ROWS, SLOW, WIDTH, Block, Training, assert_equal, departures, follow, train
 from tba import Offloader
-from tba._auto.planner import Planner
+from tba._auto.execution import Execution
 from tba._record.record import Record
 
 
@@ -80,8 +80,8 @@ def test_what_blocks_share_beside_their_arguments_hides_nothing_else(
     auto: Callable[..., Offloader], share: float, rates: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, sent = Training(partial(_Masks, 6), layers=1), list[int]()
-    saved = Planner.saved
-    monkeypatch.setattr(Planner, "saved", lambda planner, record: noted(saved(planner, record), record))
+    saved = Execution.saved
+    monkeypatch.setattr(Execution, "saved", lambda execution, record: noted(saved(execution, record), record))
 
     def noted(goes: bool, record: Record) -> bool:
         sent.extend([record.plain_bytes] * goes)

@@ -39,29 +39,29 @@ def on_another_thread(work: Callable[[], object]) -> None:
 
 
 def surveyed(auto: Callable[..., Offloader], share: float = 0.4) -> tuple[Training, Offloader, Any]:
-    """A training whose blocks are known, so that its next step is watched; its engine; and the planner."""
+    """A training whose blocks are known, so that its next step is watched; its engine; its execution."""
     training = Training()
     offload = auto(training.model, memory_budget=int(share * saved_bytes()))
     train(offload, training, steps=1)
     planner = offload._saver.planner
     assert planner is not None
-    return training, offload, planner
+    return training, offload, planner.execution
 
 
 def test_what_a_thread_asks_for_while_another_tries_a_block_counts(
     auto: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, offload, planner = surveyed(auto)
+    training, offload, execution = surveyed(auto)
     run_again, watched = Trial._run_again, list[Watch]()
     beside: list[Tensor] = []
 
     def while_it_runs(trial: Trial, first: Any) -> tuple[str, float | None]:
         if beside:
             loss = beside.pop()
-            before = set(planner._seen().asked)
+            before = set(execution._seen().asked)
             on_another_thread(loss.backward)
-            watched.append(planner._seen())
-            asked.extend(set(planner._seen().asked) - before)
+            watched.append(execution._seen())
+            asked.extend(set(execution._seen().asked) - before)
         return run_again(trial, first)
 
     asked: list[int] = []
@@ -75,18 +75,18 @@ def test_what_a_thread_asks_for_while_another_tries_a_block_counts(
 
 def test_a_trial_that_ends_on_one_thread_leaves_anothers_apart(auto: Callable[..., Offloader]) -> None:
     """What a trial keeps to compare is none of the step's own."""
-    training, offload, planner = surveyed(auto)
+    training, offload, execution = surveyed(auto)
 
     def another_trial() -> None:
-        with planner.apart():
+        with execution.apart():
             pass
 
     with offload:
-        with planner.apart():
+        with execution.apart():
             on_another_thread(another_trial)
             packed = offload._saver.pack(torch.ones(ROWS, WIDTH) * 1.0)
-        assert planner.put_aside == {packed[0].number}
-        assert not planner._seen().saved
+        assert execution.put_aside == {packed[0].number}
+        assert not execution._seen().saved
         del packed
         training.step(number=1)
 
@@ -94,7 +94,7 @@ def test_a_trial_that_ends_on_one_thread_leaves_anothers_apart(auto: Callable[..
 def test_what_a_thread_saves_while_another_is_in_a_block_is_none_of_the_blocks(
     auto: Callable[..., Offloader],
 ) -> None:
-    training, offload, planner = surveyed(auto)
+    training, offload, execution = surveyed(auto)
     losses: list[Tensor] = []
     places: list[int] = []
 
@@ -103,9 +103,9 @@ def test_what_a_thread_saves_while_another_is_in_a_block_is_none_of_the_blocks(
             losses.append(graph())
 
     def other(*_: object) -> None:
-        before = set(planner._seen().saved)
+        before = set(execution._seen().saved)
         on_another_thread(saves)
-        places.extend(planner._seen().saved[number][0].block for number in planner._seen().saved.keys() - before)
+        places.extend(execution._seen().saved[number][0].block for number in execution._seen().saved.keys() - before)
 
     with offload:
         hook = training.model.layers[1].up.register_forward_hook(other)
