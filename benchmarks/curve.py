@@ -173,7 +173,7 @@ SETS: Mapping[str, Set] = {
     "rok": Set(
         arms=(
             *(_PLAIN, *_PEERS, _RULE, _FREE),
-            *map(_auto, (0.05, 0.25, 0.4, 0.55, 0.7, 0.85, _FITS)),
+            *map(_auto, (0.05, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, _FITS)),
             *(_nvme(), *_presets("exact", "safe8", "balanced")),
         ),
         few=(PLAIN, CHECKPOINT, SELECTIVE, RULE, "auto 0.40", NVME, "keep, safe8"),
