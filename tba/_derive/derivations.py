@@ -5,17 +5,19 @@ Guarantees:
 1. An exact tensor is never another in backward than it was: nothing but a comparison detects edits without a trace
    (`.data`, NumPy, a tensor that no node saved edited under `no_grad`). In the first steps at each place the bytes go
    only after the tensor was recomputed and compared with the original. Later ones of the same signature count as right
-   until they are used: a hash of the original is taken, and what backward makes must have the same, or it raises
-   `EditedError` (`check`). On a device, from sources that a lossy codec packed, and with `verify="full"` the bytes go
-   only after a comparison in each step. From lossy sources it must be as close as those are, else bit-equal.
+   until they are used: a hash of the original is taken (on a device, sums), and what backward makes must have the same,
+   or it raises `EditedError` (`check`). From sources that a lossy codec packed, with `verify="full"`, and where finding
+   an operator's scalars would wait for a device, the bytes go only after a comparison in each step. From lossy sources
+   it must be as close as those are, else bit-equal.
 2. An exact tensor (by the preset's class of its savers) is derived only from exact ones.
 3. Sources stay as they were: they are records of activations, or private copies of anything else (weights, small
-   tensors). An edit without a trace to an activation after it was saved is found by the hash, where there is one.
+   tensors). An edit without a trace to an activation after it was saved is found by the digest; from lossy sources
+   there is none.
 4. The choice of sources does not depend on timing: a comparison in full reads back a source that was written, and
    waits until a device has said whether a lossy codec packed it (`awaits`). Exception: a source that is edited in place
    while being written serves if the write has ended before.
 5. No derivation uses a tensor that is known to have been edited between being saved and being used.
-6. `settle` collects the comparisons that a device has ended. If more than `_MOST_WAITING` are in flight (`crowded`),
+6. `settle` collects the comparisons that a device has ended. If more than `most_waiting` are in flight (`crowded`),
    forward waits, after its hook has let go of the lock.
 
 If running the operator again and comparing costs the step more than moving the tensor, and only time depends on it, the
@@ -46,10 +48,12 @@ from .._record.record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record
 from .._record.restore import restore
 from .._record.user_code import Detached
 from .._record.view import View, apart, counted, is_edited, span
-from .check import Check, Trust, digest
+from .check import Check, digest
 from .operators import bits_differ
+from .outcomes import Outcomes
 from .recipe import Hold, Recipe
 from .search import recipe, remember
+from .trust import Trust
 from .worth import Worth
 
 # The largest relative error of a recipe that starts from 8 bits (whose own error is below 0.01), and from fewer (4
@@ -59,7 +63,6 @@ _NEAR_OF_FEW_BITS = 0.25
 _LEAST_GAIN = 16  # a derived tensor has at least this many times the bytes of the private copies made for it
 _MOST_PLACES = 1 << 16  # recipes to remember
 _AROUND = 3  # times what making a tensor again takes alone, on a warm cache: so much a step takes longer by it (GPT)
-_MOST_WAITING = 8  # comparisons in flight on a device: a few layers' worth, in no more memory than their tensors
 
 
 class _Comparison(NamedTuple):
@@ -75,11 +78,12 @@ class _Comparison(NamedTuple):
     differs: Tensor  # on the host, or being copied there
     there: Any  # event
 
-    def note(self, worth: Worth, nbytes: int) -> None:
-        """Note what the device took, once it is over."""
-        if self.stamps:
-            begun, ran, compared = self.stamps
-            worth.note(self.place, nbytes, begun.elapsed_time(ran) * 1e-3, ran.elapsed_time(compared) * 1e-3)
+    def seconds(self) -> tuple[float, float]:
+        """What the device took for the recipe, and for the comparison, once that is over; 0 if nobody asks."""
+        if not self.stamps:
+            return 0.0, 0.0
+        begun, ran, compared = self.stamps
+        return begun.elapsed_time(ran) * 1e-3, ran.elapsed_time(compared) * 1e-3
 
 
 class Derivations:
@@ -87,16 +91,18 @@ class Derivations:
 
     Args:
         in_full: every recipe is run and compared before a tensor goes.
+        most_waiting: comparisons in flight on a device, which forward does not wait for.
 
     Attributes:
         waiting: comparisons that a device has not finished, oldest first.
     """
 
-    def __init__(self, unpack: Callable[[Any], Tensor], worth: Worth, *, in_full: bool) -> None:
+    def __init__(self, unpack: Callable[[Any], Tensor], worth: Worth, *, in_full: bool, most_waiting: int) -> None:
         self.waiting: deque[_Comparison] = deque()
         self._unpack = unpack
         self._worth = worth
-        self._in_full = in_full
+        self._in_full, self._most_waiting = in_full, most_waiting
+        self._outcomes = Outcomes()
         self._trust: dict[int, Trust] = {}  # by place in the step
         self._first_number = 0  # of the step's records
         self._comparing = 0  # the thread that is comparing, or 0
@@ -139,7 +145,7 @@ class Derivations:
         if too_far or trust.lost or record.is_edited() or record.was_moved() or not record.is_whole():
             record.plan(None)
             return False
-        checks = not off and record.stream is None
+        checks = not off
         known = None if off and found.amplifies else trust
         least = record.nbytes // _LEAST_GAIN
         settled: Recipe | None = None
@@ -147,7 +153,7 @@ class Derivations:
         tracer = interrupts.tracer()
         try:
             with streams.on(record.stream):
-                if checks and trust.enough and not self._in_full:
+                if checks and trust.enough and not self._compares(found, record.stream):
                     settled = found.as_before(_holding(least, guarded=True), _at_hand, trust.scalars)
                     if settled is not None:
                         return self._end(record, self._checked(record, alias, settled, trust, place), trust)
@@ -158,7 +164,7 @@ class Derivations:
                 if isinstance(differs, Tensor):
                     record.examine(True)
                     stamps, flag = self._stamp(stamps, record), streams.fetch(differs)
-                    record.plan(settled)
+                    record.plan(self._knowing(record, alias, settled, trust) if checks else settled)
                     self.waiting.append(_Comparison(record.ref, known, place, stamps, *flag))
                     return None
         except OffloadError:  # an operand could not be read back, which says nothing about the recipe
@@ -175,11 +181,12 @@ class Derivations:
         if differs or settled is None:
             return self._end(record, None, known)
         self._made = record.ref, made
-        trust.gain(settled.found, made_s - begun_s)
+        compare_s = clock.current.now_s() - made_s
+        trust.gain(settled.found, made_s - begun_s, compare_s)
         if checks:
             settled = self._checked(record, alias, settled, trust, place)
         else:
-            self._worth.note(place, record.nbytes, made_s - begun_s, clock.current.now_s() - made_s)
+            self._worth.note(place, record.nbytes, trust.run_s, compare_s)
         return self._end(record, settled, known)
 
     def cost(self, record: Record) -> tuple[float, list[int]] | None:
@@ -189,7 +196,7 @@ class Derivations:
         """
         found, alias = record.recipe, record.alias
         record.plan(None)
-        if not isinstance(found, Recipe) or alias is None or record.stream is not None:
+        if not isinstance(found, Recipe) or alias is None or (record.stream is not None and found.searches):
             return None
         records = [packed[0] for packed in found.sources if isinstance(packed[0], Record)]
         if record.is_edited() or record.was_moved() or not record.is_whole():
@@ -199,16 +206,17 @@ class Derivations:
         tracer = interrupts.tracer()
         self._comparing = threading.get_ident()
         try:
-            with streams.on(None):
-                begun_s = clock.current.now_s()
+            with streams.on(record.stream):
+                begun_s = _reached_s(record.stream)
                 _, made = found.settled(_holding(record.nbytes // _LEAST_GAIN, guarded=True))
-                made_s = clock.current.now_s() - begun_s
-                if made.stride() != alias.stride() or bits_differ(made, alias):
+                made_s = _reached_s(record.stream) - begun_s
+                if made.stride() != alias.stride() or bool(bits_differ(made, alias)):
                     return None
-                begun_s = clock.current.now_s()
+                begun_s = _reached_s(record.stream)
                 digest(made)
-                derive_s = _AROUND * (made_s + 2 * (clock.current.now_s() - begun_s))
-                return derive_s, [source.number for source in records]
+                derive_s = made_s + 2 * (_reached_s(record.stream) - begun_s)
+                # A device's seconds have the launches in them, which a step hides behind its kernels.
+                return derive_s * (_AROUND if record.stream is None else 1), [source.number for source in records]
         except shortage.ENDS as error:  # as in `replaces`
             interrupts.pass_on(error, tracer)
             if not isinstance(error, RuntimeError):
@@ -226,13 +234,23 @@ class Derivations:
                 del self._trust[next(iter(self._trust))]
         return trust
 
-    def _checked(self, record: Record, alias: Tensor, settled: Recipe, trust: Trust, place: int) -> Recipe:
+    def _compares(self, found: Recipe, stream: Any) -> bool:
+        """Whether each step compares the result in full: it is to, or a device would be waited for otherwise."""
+        return self._in_full or (found.searches and stream is not None)
+
+    def _knowing(self, record: Record, alias: Tensor, settled: Recipe, trust: Trust) -> Recipe:
         """Return a recipe that knows the bits of the record's tensor."""
+        return replace(settled, check=Check(record.number, digest(alias), trust, self._outcomes))
+
+    def _checked(self, record: Record, alias: Tensor, settled: Recipe, trust: Trust, place: int) -> Recipe:
+        """Return a recipe that knows the bits of the record's tensor; note what making that again takes."""
         begun_s = clock.current.now_s()
-        check = Check(record.number, digest(alias), trust)
-        check_s = 2 * (clock.current.now_s() - begun_s)
-        self._worth.note(place, record.nbytes, trust.run_s, check_s, runs=1 + self._in_full)
-        return replace(settled, check=check)
+        settled = self._knowing(record, alias, settled, trust)
+        # A device reads as many bytes for sums as for a comparison; how long that takes the host does not see.
+        check_s = clock.current.now_s() - begun_s if record.stream is None else trust.compare_s
+        if record.stream is None or self._worth.leaves:
+            self._worth.note(place, record.nbytes, trust.run_s, 2 * check_s, runs=1 + self._in_full)
+        return settled
 
     def settle(self, *, wait: bool) -> list[tuple[Record, bool]]:
         """Finish the comparisons that a device has completed, or all: (pending record, whether its bytes went)."""
@@ -248,9 +266,19 @@ class Derivations:
             entry.there.synchronize()
             differs = bool(entry.differs) or record.is_edited() or record.was_moved()
             if not differs:
-                entry.note(self._worth, record.nbytes)
+                self._gain(entry, record, record.recipe)
             settled.append((record, self._end(record, None if differs else record.recipe, entry.trust)))
         return settled
+
+    def _gain(self, entry: _Comparison, record: Record, found: Recipe) -> None:
+        """Note a recipe that has given the right tensor on a device, and what that took."""
+        run_s, compare_s = entry.seconds()
+        if entry.trust is not None:
+            entry.trust.gain(found.found, run_s, compare_s)
+        if entry.stamps:
+            each_step = found.check is None or self._compares(found, record.stream)
+            compares = each_step + 2 * (found.check is not None)
+            self._worth.note(entry.place, record.nbytes, run_s, compares * compare_s, runs=1 + each_step)
 
     def _stamp(self, stamps: tuple[Any, ...], record: Record) -> tuple[Any, ...]:
         """Add one, if a device computes and what it takes is to be noted."""
@@ -283,7 +311,10 @@ class Derivations:
             return None
         if record.state is DERIVED:
             assert record.recipe is not None
-            made = self._made[1] if self._made is not None and self._made[0] is record.ref else record.recipe.compute()
+            if self._made is not None and self._made[0] is record.ref:
+                made = self._made[1]
+            else:  # a device would tell of a wrong one in the end; what is made from it is compared in any case
+                made = record.recipe.compute(checked=record.stream is None)
             return view.over(_own(made), 0)
         if record.state not in IN_MEMORY and record.state is not RESTORED:
             return None
@@ -295,7 +326,7 @@ class Derivations:
     @property
     def crowded(self) -> bool:
         """Whether more comparisons are in flight than should be."""
-        return len(self.waiting) > _MOST_WAITING
+        return len(self.waiting) > self._most_waiting
 
     @property
     def compares_here(self) -> bool:
@@ -339,6 +370,13 @@ def _own(made: Tensor) -> torch.UntypedStorage:
     if made._base is not None or made.storage_offset() or made.untyped_storage().nbytes() != made.nbytes:
         made = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=made.device).copy_(made)
     return made.untyped_storage()
+
+
+def _reached_s(stream: Any) -> float:
+    """The time, in seconds, at which a device has done all that was queued on a stream (None: on a CPU, now)."""
+    if stream is not None:
+        stream.synchronize()
+    return clock.current.now_s()
 
 
 def _undecided(packed: tuple[Any, Any]) -> bool:

@@ -72,6 +72,7 @@ class Recipe:
         sources: the packed objects that it asks for, each as often as it does.
         depth: the largest number of operators on a path to kept tensors, including recipes underneath.
         amplifies: a small error of a source may become a large error of the tensor.
+        searches: it has an operator whose scalars have to be found.
         names: of its operators, the last to run first.
         signature: equal for two recipes that run the same operators for results of one dtype and layout.
         state: recorded in forward.
@@ -84,23 +85,25 @@ class Recipe:
     sources: tuple[Any, ...]
     depth: int
     amplifies: bool
+    searches: bool
     names: tuple[str, ...]
     signature: Hashable
     state: State = field(default_factory=_state)
     check: Check | None = None
 
-    def compute(self) -> Tensor:
+    def compute(self, *, checked: bool = True) -> Tensor:
         """Compute the tensor, without grad, with its dtype, shape, strides and device.
 
         It has its own memory unless the last operator is a view. Call it on a `settled` recipe. Runs on the calling
-        thread and the current stream, and calls the unpack hook for each source without any lock.
+        thread and the current stream, and calls the unpack hook for each source without any lock. If it is not
+        `checked`, nothing is compared.
 
         Raises:
             RuntimeError: an unpack hook raised it, or an operator gave another dtype or shape than in forward.
-            EditedError: the result is not what the check knows.
+            EditedError: the result is not what the check knows. On a device, backward raises it as it ends.
         """
         made = self._made(None)[1]
-        if self.check is not None:
+        if checked and self.check is not None:
             self.check.compare(made, self.names)
         return made
 

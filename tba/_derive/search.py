@@ -82,7 +82,17 @@ def recipe(tensor: Tensor, unpack: Unpack, about: About | None = None) -> Recipe
         return None
     names, strides = tuple(finder.names), tensor.stride()
     signature = names, expression.output, strides
-    return Recipe(expression, strides, unpack, tuple(finder.sources), finder.depth, finder.amplifies, names, signature)
+    return Recipe(
+        expression,
+        strides,
+        unpack,
+        tuple(finder.sources),
+        finder.depth,
+        finder.amplifies,
+        finder.searches,
+        names,
+        signature,
+    )
 
 
 def remember(tensor: Tensor, unpack: Unpack, packed: Callable[[], Any]) -> None:
@@ -105,7 +115,7 @@ class _Finder:
         self.sources: list[Any] = []
         self.names: list[str] = []
         self.depth = 0
-        self.amplifies = False
+        self.amplifies = self.searches = False
 
     def expression(self, node: Any, number: int, used: int, moves: int) -> Expression | None:
         """The expression for output `number` of `node`; None if an operand is unavailable.
@@ -126,6 +136,7 @@ class _Finder:
             return None
         self.depth = max(self.depth, used)
         self.amplifies |= operator.amplifies
+        self.searches |= operator.find is not None
         self.names.append(name)
         edges = node.next_functions
         if len(edges) != len(operator.operands):

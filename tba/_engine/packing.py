@@ -248,7 +248,7 @@ class Packing:
         # Last: it wakes a worker, which would take the interpreter from us at the next call of torch.
         if (queue := self._pending.local.queue) and queue[0][0] < (number := sequence_nr()):
             self._pending.pass_on(number)
-        if self._compressor is not None and self._pending.waits:
+        if self._pending.waits:
             self._pending.settle(wait=False)
         return packed
 

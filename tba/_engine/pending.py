@@ -88,19 +88,17 @@ class Pending:
     @property
     def waits(self) -> bool:
         """Whether values that decide are still on their way from a device, so that `settle` is to be called."""
-        compressor, derivations = self.compressor, self.derivations
-        if compressor is None:
-            return False
-        return bool(compressor.waiting or self._late or (derivations is not None and derivations.waiting))
+        if self.derivations is not None and self.derivations.waiting:
+            return True
+        return self.compressor is not None and bool(self.compressor.waiting or self._late)
 
     def settle(self, *, wait: bool, but: Record | None = None) -> None:
         """Pass on records whose values have come from the device, all of them if `wait`; `but` is not passed on."""
-        assert self.compressor is not None
         while True:
             if self.derivations is not None:
                 for record, replaced in self.derivations.settle(wait=wait):
                     self._compared(record, replaced=replaced)
-            for record in self.compressor.settle(wait=wait):
+            for record in () if self.compressor is None else self.compressor.settle(wait=wait):
                 if record.state is PENDING and record is not but:
                     self._go(record)
             if not self._compare_late(but) or not wait:

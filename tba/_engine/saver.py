@@ -72,13 +72,15 @@ from .steps import Steps
 from .unpacking import Unpacking
 from .write_behind import WriteBehind
 
+_MOST_WAITING = 8  # comparisons in flight on a device: a few layers' worth, in no more memory than their tensors
+
 
 class Saver(ForkAware):
     """Pair of hooks for `torch.autograd.graph.saved_tensors_hooks`, and the engine they work for.
 
     Calls between its parts run downward. Two parts get the hooks themselves, as they stand where autograd stands:
 
-        Planner     -> pack, unpack    what a block saves that is tried, or recomputed
+        Execution   -> pack, unpack    what a block saves that is tried, or recomputed
         Derivations -> unpack          the sources of a recipe
     """
 
@@ -107,7 +109,9 @@ class Saver(ForkAware):
         self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
         self.derivations: Derivations | None = None
         if config.derive and (self.compressor is not None or (config.tier == "auto" and config.policy == "budget")):
-            self.derivations = Derivations(self.unpack, self.worth, in_full=config.verify == "full")
+            most_waiting = 0 if self.compressor is None else _MOST_WAITING  # a plan has no room for them
+            in_full = config.verify == "full"
+            self.derivations = Derivations(self.unpack, self.worth, in_full=in_full, most_waiting=most_waiting)
         planner = None
         if config.tier == "auto":
             planner = Planner(

@@ -89,8 +89,8 @@ class Unpacking:
             if self._derivations is not None and (peeked := self._derivations.peek(record, view)) is not None:
                 return peeked
             self._meet(task)
-            if self._compressor is not None and self._pending.waits:
-                self._pending.settle(wait=self._compressor.lossy)
+            if self._pending.waits:
+                self._pending.settle(wait=self._compressor is not None and self._compressor.lossy)
             if not record.asks:
                 self._mover.pressure.moved(record.nbytes)
             if self._execution is not None and task != -1:

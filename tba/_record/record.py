@@ -66,8 +66,8 @@ class Recipe(Protocol):
     def depth(self) -> int:
         """The most operators on a path to what is kept."""
 
-    def compute(self) -> Tensor:
-        """Recompute the tensor. Raises what its sources raise."""
+    def compute(self, *, checked: bool = True) -> Tensor:
+        """Recompute the tensor; `checked`: as what it was. Raises what its sources raise, and EditedError."""
 
 
 class Record(Source):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tba import Offloader, attach, offload_context
+from tba._plan.greedy import decide
 from tba._plan.no_plan import NoPlan
 from tba._plan.plan import Plan
 
@@ -52,16 +55,19 @@ class Net(nn.Module):
 class Training:
     """One training from one seed, plain or offloaded, step by step."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = LAYERS) -> None:
+    def __init__(
+        self, block: Callable[[], nn.Module] = Block, layers: int = LAYERS, device: torch.device | None = None
+    ) -> None:
         torch.manual_seed(1)
-        self._made_of = block, layers
-        self.model = Net(block, layers)
+        self._made_of = block, layers, device
+        self.model = Net(block, layers).to(device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
 
     def step(self, rows: int = ROWS, number: int = 0, **kwargs: Any) -> None:
         generator = torch.Generator().manual_seed(number)
         torch.manual_seed(100 + number)
-        self.model(torch.randn(rows, WIDTH, generator=generator), **kwargs).square().mean().backward()
+        x = torch.randn(rows, WIDTH, generator=generator).to(self._made_of[2])
+        self.model(x, **kwargs).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -121,6 +127,11 @@ def saved_bytes(block: Callable[[], nn.Module] = Block) -> int:
     stats = offload.stats()
     offload.close()
     return stats.saved_bytes - stats.weight_bytes - stats.duplicate_bytes
+
+
+def only_deriving(patch: pytest.MonkeyPatch) -> None:
+    """Have plans move and recompute nothing, so that what they do does not depend on what is fast here."""
+    patch.setattr("tba._auto.planner.decide", partial(decide, moves=False, recomputes=False))
 
 
 WAYS = ("attach", "around the step", "around the forward")

@@ -1,0 +1,160 @@
+"""Derivations on a device: what its own clock says that they take, and that what they give is right or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from support.edits import CASES, EDITS, PROVEN, Program
+from support.engine import parts_of
+from support.exactness import assert_bit_equal, equal
+from support.gpu import DEVICE, gpu_only, leaf_of, offloader
+from support.planned import ROWS, WIDTH, Block, Training, assert_equal, follow, only_deriving, saved_bytes, train
+from tba import EditedError, OffloadConfig, Offloader
+
+pytestmark = gpu_only
+
+ON_DEVICE = [case for case in CASES if case[0] != "numpy"]
+
+
+def net(x: Tensor) -> Tensor:
+    for _ in range(12):
+        x = functional.gelu(functional.silu(x * 1.0) * 2.0)
+    return x.sum()
+
+
+def test_derivations_are_timed_by_the_device_and_change_no_bit(scratch: Path) -> None:
+    expected = torch.autograd.grad(net(leaf := leaf_of(elements=1 << 14)), leaf)[0]
+    with offloader("nvme", scratch, compress="exact") as offload:
+        for _ in range(3):
+            leaf.grad = None
+            with offload:
+                loss = net(leaf)
+            offload.flush()
+            loss.backward()
+            assert_bit_equal(leaf.grad, expected)
+        worth = parts_of(offload).worth
+        assert worth.derived_bytes > 0
+        assert 0 < worth.derive_s < 60
+    assert leaf.grad is not None
+    assert leaf.grad.device == DEVICE
+
+
+@pytest.mark.sampled(20)
+@pytest.mark.parametrize(("edit", "what", "when", "raises"), ON_DEVICE)
+def test_an_edit_without_a_trace_gives_plain_gradients_or_the_error(
+    edit: str, what: str, when: str, raises: bool, scratch: Path
+) -> None:
+    """A layer norm's outcome is compared in each step, which finds what is edited at once."""
+    plain, ours = Program(DEVICE), Program(DEVICE)
+    unedited = plain.step(nullcontext(), None, what, when)
+    wanted = plain.step(nullcontext(), EDITS[edit], what, when)
+    raises = raises and (what, when) != ("normed", "at once")
+    with offloader("keep", scratch, compress="exact") as offload:
+        for _ in range(PROVEN):
+            assert equal(ours.step(offload, None, what, when), unedited)
+            offload.flush()
+        with pytest.raises(EditedError, match=r"float32 \[32, 64\] #.* derive=False") if raises else nullcontext():
+            assert equal(ours.step(offload, EDITS[edit], what, when), wanted)
+        assert equal(ours.step(offload, None, what, when), unedited)  # the next step is none the worse
+
+
+def proven(offload: Offloader, leaf: Tensor) -> Tensor:
+    """Take some steps; the loss of one more, in which GELU's outcome is let go with nothing known but its sums."""
+    for _ in range(PROVEN):
+        with offload:
+            loss = functional.gelu(leaf * 1.0).square().sum()
+        offload.flush()
+        loss.backward()
+    leaf.grad = None
+    with offload:
+        source = leaf * 1.0
+        loss = functional.gelu(source).square().sum()
+    offload.flush()
+    source.data.neg_()
+    return loss
+
+
+def test_who_asks_for_a_wrong_tensor_outside_of_a_backward_gets_the_error(scratch: Path) -> None:
+    with offloader("keep", scratch, compress="exact") as offload:
+        loss = proven(offload, leaf_of(elements=1 << 14))
+        node = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        with pytest.raises(EditedError):
+            node._saved_self  # noqa: B018
+
+
+def test_backwards_that_fail_leave_nothing_that_grows(scratch: Path) -> None:
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("fails")
+
+    leaf = leaf_of(elements=1 << 14)
+    with offloader("keep", scratch, compress="exact") as offload:
+        loss = proven(offload, leaf)
+        loss.grad_fn.next_functions[0][0].next_functions[0][0].register_prehook(lambda gradients: fail(gradients[0]))  # type: ignore[union-attr]
+        for _ in range(70):
+            with pytest.raises(ValueError, match="fails"):
+                loss.backward(retain_graph=True)
+        assert len(parts_of(offload).derivations._outcomes._open) <= 64  # type: ignore[union-attr]
+        with offload:
+            loss = functional.gelu(leaf * 1.0).square().sum()
+        loss.backward()  # hears of none of those
+
+
+class Wide(Block):
+    """Edits, if it is told to, a tensor that its GELU has given, where PyTorch does not see it."""
+
+    edits = False
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        wide = functional.gelu(self.up(self.norm(x)))
+        if self.edits:
+            wide.data.neg_()
+        return x + self.down(wide)
+
+
+MakeAuto = Callable[[nn.Module], Offloader]
+
+
+@pytest.fixture
+def auto(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> MakeAuto:
+    """An engine with a budget that a step exceeds by three of its largest tensors, whose plans only derive."""
+    only_deriving(monkeypatch)
+    budget = saved_bytes(Wide) - 3 * ROWS * 4 * WIDTH * 4
+    config = OffloadConfig(tier="auto", memory_budget=budget, min_tensor_bytes=4096, storage_paths=scratch)
+    return lambda model: Offloader(model, config)
+
+
+def test_a_plan_derives_what_is_cheap(auto: MakeAuto) -> None:
+    training = Training(Wide, device=DEVICE)
+    offload = auto(training.model)
+    try:
+        plan = follow(offload, training, 7)[-1]
+        assert_equal(training.state(), train(None, Training(Wide, device=DEVICE), steps=7))
+        assert plan
+        assert plan.derived
+        assert plan.fits
+        assert plan.measured is not None
+        assert plan.measured.peak_bytes <= plan.budget_bytes
+    finally:
+        offload.close()
+
+
+def test_an_edit_that_pytorch_does_not_see_in_a_step_that_derives_by_plan(auto: MakeAuto) -> None:
+    training = Training(Wide, device=DEVICE)
+    offload = auto(training.model)
+    try:
+        plan = follow(offload, training, 7)[-1]
+        assert plan
+        assert plan.derived
+        for layer in training.model.layers:
+            layer.edits = True  # type: ignore[assignment]
+        with pytest.raises(EditedError):
+            follow(offload, training, 1, first=7)
+    finally:
+        offload.close()
