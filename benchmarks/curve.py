@@ -379,7 +379,7 @@ def points(arms: Mapping[str, Measured]) -> list[Point]:
     plain, (peers, ours) = arms[PLAIN], sides(arms)
 
     def kind(name: str) -> str:
-        if name == PLAIN or (name.startswith("auto 0") and "MB/s" not in name):
+        if name == PLAIN or (name.startswith(("auto 0", "auto 1")) and "MB/s" not in name):
             return "plain" if name == PLAIN else "auto"
         return "peer" if name in peers else "ours" if name in ours else "lossy"
 

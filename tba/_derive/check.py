@@ -14,8 +14,6 @@ from .._errors import EditedError
 from .outcomes import Outcomes
 from .trust import Trust
 
-_COLUMNS = 1024
-
 
 class Check(NamedTuple):
     """What is known of the bits of a tensor.
@@ -58,21 +56,19 @@ class Check(NamedTuple):
 def digest(tensor: Tensor) -> int | Tensor:
     """Digest the memory of a dense tensor, of whatever order.
 
-    On a CPU: a hash, XXH3, which misses a change once in 2**64. On a device, where nothing waits: the exact sums of
-    each row and each column of the memory, as a matrix of integers with 1,024 columns; what is left below the last row
-    is copied. They miss an edit whose changes add up to zero in every row and every column, and take 0.2% of the
-    tensor's memory.
+    On a CPU: a hash, XXH3, which misses a change once in 2**64. On a device, where nothing waits: the sums of each row
+    and each column of the memory, as a matrix of 64-bit integers; what does not fill a row is copied. They miss an edit
+    whose changes add up to zero in every row and every column, modulo 2**64, and take 0.1% of the tensor's memory.
     """
     begin = int(tensor.storage_offset()) * tensor.itemsize
     if tensor.is_cpu:
         return int(xxh3_64_intdigest(raw_bytes(tensor, begin, tensor.nbytes).numpy().data))
-    # Of 4 bytes at most: so many sums of them do not overflow, where the sign bits of all would cancel.
-    word = next(word for word in _WORDS if not (begin % word.itemsize or tensor.nbytes % word.itemsize))
-    words = raw_bytes(tensor, begin, tensor.nbytes).view(word)
-    whole = words.numel() // _COLUMNS * _COLUMNS
-    rows = words[:whole].view(-1, _COLUMNS)
-    sums = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
-    return torch.cat((*sums, words[whole:].to(torch.int64)))
+    head = min(-begin % 8, tensor.nbytes)  # bytes ahead of the first whole integer
+    rows, rest = divmod(tensor.nbytes - head, 8 * _COLUMNS)
+    parts = [raw_bytes(tensor, begin, head), raw_bytes(tensor, begin + tensor.nbytes - rest, rest)]
+    matrix = raw_bytes(tensor, begin + head, rows * 8 * _COLUMNS).view(torch.int64).view(rows, _COLUMNS)
+    # Of the sums' own type: PyTorch would first make a copy of other integers.
+    return torch.cat((*(matrix.sum(dim).view(torch.uint8) for dim in (0, 1)), *parts))
 
 
-_WORDS = torch.int32, torch.int16, torch.uint8
+_COLUMNS = 1023  # odd, so that a row's sum tells that all signs have changed, the top bits of 64
