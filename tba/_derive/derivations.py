@@ -48,6 +48,7 @@ from .._record.record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record
 from .._record.restore import restore
 from .._record.user_code import Detached
 from .._record.view import View, apart, counted, is_edited, span
+from .._torch.private import current_graph_task_id
 from .check import Check, digest
 from .operators import bits_differ
 from .outcomes import Outcomes
@@ -162,9 +163,9 @@ class Derivations:
                 made_s, stamps = clock.current.now_s(), self._stamp(stamps, record)
                 differs = made.stride() != alias.stride() or _differs(made, alias, off)
                 if isinstance(differs, Tensor):
-                    record.examine(True)
                     stamps, flag = self._stamp(stamps, record), streams.fetch(differs)
                     record.plan(self._knowing(record, alias, settled, trust) if checks else settled)
+                    record.examine(True)  # last: there may be no memory for what comes before
                     self.waiting.append(_Comparison(record.ref, known, place, stamps, *flag))
                     return None
         except OffloadError:  # an operand could not be read back, which says nothing about the recipe
@@ -240,7 +241,7 @@ class Derivations:
 
     def _knowing(self, record: Record, alias: Tensor, settled: Recipe, trust: Trust) -> Recipe:
         """Return a recipe that knows the bits of the record's tensor."""
-        return replace(settled, check=Check(record.number, digest(alias), trust, self._outcomes))
+        return replace(settled, check=Check(record.number, digest(alias), trust, record.stream, self._outcomes))
 
     def _checked(self, record: Record, alias: Tensor, settled: Recipe, trust: Trust, place: int) -> Recipe:
         """Return a recipe that knows the bits of the record's tensor; note what making that again takes."""
@@ -354,12 +355,14 @@ class Derivations:
 def again(record: Record, view: View, *, alone: bool) -> Tensor:
     """Recompute a saved tensor of a derived record; `alone`: in its own memory. Raises what its sources raise."""
     stream, decoded = streams.current(record.device), record.decoded
-    if decoded is not None and decoded[1] == stream and not is_edited(decoded[0]):
+    # On a device whether it is right is told to the backward that has made it; another one makes its own.
+    here = None if stream is None else (stream, current_graph_task_id())
+    if decoded is not None and decoded[1] == here and not is_edited(decoded[0]):
         whole = decoded[0].clone() if alone else decoded[0]
     else:
         assert record.recipe is not None
         whole = counted(_own(record.recipe.compute()))
-        record.keep_decoded(None if alone else whole, stream)
+        record.keep_decoded(None if alone else whole, here)
     if record.answer():
         record.keep_decoded(None)
     return view.over(whole.untyped_storage(), 0) if alone else view.on_plain(whole)

@@ -12,7 +12,7 @@ exception of it leaves `backward()` (observed on torch 2.13, tested).
 A backward that fails leaves its outcomes here, unasked. Some may be waiting while other backwards run, so only the
 oldest of many go.
 
-Takes no lock: each thread only adds and takes what belongs to its own graph task.
+Takes no lock: several threads may add to one graph task (one a device), which single calls of dict and list allow.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ class Outcomes:
         if task == -1:
             _ask([outcome])
             return
-        if task not in self._open:
-            while len(self._open) >= _MOST_TASKS:
-                self._open.pop(min(self._open), None)
-            self._open[task] = []
-            Variable._execution_engine.queue_callback(partial(self._confirm, task))
-        self._open[task].append(outcome)
+        new = [outcome]
+        if (known := self._open.setdefault(task, new)) is not new:
+            known.append(outcome)
+            return
+        Variable._execution_engine.queue_callback(partial(self._confirm, task))
+        while len(self._open) > _MOST_TASKS:
+            self._open.pop(min(self._open), None)
 
     def _confirm(self, task: int) -> None:
         _ask(self._open.pop(task, []))

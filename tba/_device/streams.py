@@ -83,6 +83,14 @@ def also_used(tensor: Tensor, producer: Any) -> None:
         as_bytes(tensor).record_stream(current)
 
 
+def also_read(tensor: Tensor, producer: Any) -> None:
+    """Make the current stream wait for what `producer` has queued, to read a tensor that was made on that."""
+    current = torch.accelerator.current_stream(tensor.get_device())
+    if current != producer:
+        current.wait_stream(producer)
+        tensor.record_stream(current)
+
+
 def goes_early(tensor: Tensor, producer: Any) -> None:
     """Tell the allocator that kernels on `producer` may still read memory that is freed before the graph is.
 

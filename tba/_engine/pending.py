@@ -97,7 +97,9 @@ class Pending:
         while True:
             if self.derivations is not None:
                 for record, replaced in self.derivations.settle(wait=wait):
-                    self._compared(record, replaced=replaced)
+                    # What came before it may have waited for room, without the lock: another thread has had it since.
+                    if replaced or (record.state is PENDING and record is not but):
+                        self._compared(record, replaced=replaced)
             for record in () if self.compressor is None else self.compressor.settle(wait=wait):
                 if record.state is PENDING and record is not but:
                     self._go(record)

@@ -65,45 +65,66 @@ def test_an_edit_without_a_trace_gives_plain_gradients_or_the_error(
         assert equal(ours.step(offload, None, what, when), unedited)  # the next step is none the worse
 
 
-def proven(offload: Offloader, leaf: Tensor) -> Tensor:
-    """Take some steps; the loss of one more, in which GELU's outcome is let go with nothing known but its sums."""
+def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = functional.gelu(x)
+    return y.square(), y.sin()
+
+
+def proven(offload: Offloader, leaf: Tensor) -> tuple[Tensor, Tensor]:
+    """Take some steps; two results of one more, in which nothing is known of GELU's outcome but sums, and it is wrong.
+
+    Both have saved it. The second is asked for its gradient first.
+    """
     for _ in range(PROVEN):
         with offload:
-            loss = functional.gelu(leaf * 1.0).square().sum()
+            first, second = twice(leaf * 1.0)
         offload.flush()
-        loss.backward()
+        (first + second).sum().backward()
     leaf.grad = None
     with offload:
         source = leaf * 1.0
-        loss = functional.gelu(source).square().sum()
+        results = twice(source)
     offload.flush()
     source.data.neg_()
-    return loss
+    return results
+
+
+def fail(gradients: tuple[Tensor, ...]) -> None:
+    raise ValueError("fails")
 
 
 def test_who_asks_for_a_wrong_tensor_outside_of_a_backward_gets_the_error(scratch: Path) -> None:
     with offloader("keep", scratch, compress="exact") as offload:
-        loss = proven(offload, leaf_of(elements=1 << 14))
-        node = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        node = proven(offload, leaf_of(elements=1 << 14))[0].grad_fn
         with pytest.raises(EditedError):
-            node._saved_self  # noqa: B018
+            node._saved_self  # type: ignore[union-attr]  # noqa: B018
+
+
+def test_each_backward_that_uses_a_wrong_tensor_raises_also_after_one_that_failed(scratch: Path) -> None:
+    with offloader("keep", scratch, compress="exact") as offload:
+        first, second = proven(offload, leaf_of(elements=1 << 14))
+        handle = first.grad_fn.register_prehook(fail)  # type: ignore[union-attr]
+        loss = (first + second).sum()
+        with pytest.raises(ValueError, match="fails"):
+            loss.backward(retain_graph=True)
+        handle.remove()
+        for _ in range(2):
+            with pytest.raises(EditedError):
+                loss.backward(retain_graph=True)
 
 
 def test_backwards_that_fail_leave_nothing_that_grows(scratch: Path) -> None:
-    def fail(gradient: Tensor) -> None:
-        raise ValueError("fails")
-
     leaf = leaf_of(elements=1 << 14)
     with offloader("keep", scratch, compress="exact") as offload:
-        loss = proven(offload, leaf)
-        loss.grad_fn.next_functions[0][0].next_functions[0][0].register_prehook(lambda gradients: fail(gradients[0]))  # type: ignore[union-attr]
+        first, second = proven(offload, leaf)
+        first.grad_fn.register_prehook(fail)  # type: ignore[union-attr]
         for _ in range(70):
             with pytest.raises(ValueError, match="fails"):
-                loss.backward(retain_graph=True)
-        assert len(parts_of(offload).derivations._outcomes._open) <= 64  # type: ignore[union-attr]
+                (first + second).sum().backward(retain_graph=True)
+        assert 0 < len(parts_of(offload).derivations._outcomes._open) <= 64  # type: ignore[union-attr]
         with offload:
-            loss = functional.gelu(leaf * 1.0).square().sum()
-        loss.backward()  # hears of none of those
+            first, second = twice(leaf * 1.0)
+        (first + second).sum().backward()  # hears of none of those
 
 
 class Wide(Block):
