@@ -13,7 +13,7 @@ The engine tells it of records, and blocks call it in place of their forwards; i
       `------------------------- keep, give: the engine's hooks ------------------'
 
 What blocks call (`_survey`, `_run`) runs without the engine's lock, and takes it for what it notes in the step; all
-else wants it held.
+else wants it held, but `end_forward`.
 """
 
 from __future__ import annotations

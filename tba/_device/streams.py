@@ -77,7 +77,7 @@ def on(producer: Any) -> Iterator[None]:
 
 
 def also_used(tensor: Tensor, producer: Any) -> None:
-    """Tell the allocator that an operator on another stream than `producer` saves `tensor` too."""
+    """Tell the allocator if `tensor` is used on another stream than `producer` too: the current one."""
     current = producer_stream(tensor)
     if current != producer:
         as_bytes(tensor).record_stream(current)
@@ -85,10 +85,10 @@ def also_used(tensor: Tensor, producer: Any) -> None:
 
 def also_read(tensor: Tensor, producer: Any) -> None:
     """Make the current stream wait for what `producer` has queued, to read a tensor that was made on that."""
-    current = torch.accelerator.current_stream(tensor.get_device())
-    if current != producer:
-        current.wait_stream(producer)
-        tensor.record_stream(current)
+    reader = producer_stream(tensor)
+    if reader != producer:
+        reader.wait_stream(producer)
+    also_used(tensor, producer)
 
 
 def goes_early(tensor: Tensor, producer: Any) -> None:

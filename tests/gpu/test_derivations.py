@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from support.edits import CASES, EDITS, PROVEN, Program
+from support.edits import CASES, PROVEN, assert_right_or_refused
 from support.engine import parts_of
-from support.exactness import assert_bit_equal, equal
+from support.exactness import assert_bit_equal
 from support.gpu import DEVICE, gpu_only, leaf_of, offloader
-from support.planned import ROWS, WIDTH, Block, Training, assert_equal, follow, only_deriving, saved_bytes, train
+from support.planned import ROWS, WIDTH, Edited, Training, assert_equal, follow, only_deriving, saved_bytes, train
 from tba import EditedError, OffloadConfig, Offloader
 
 pytestmark = gpu_only
@@ -52,17 +51,9 @@ def test_an_edit_without_a_trace_gives_plain_gradients_or_the_error(
     edit: str, what: str, when: str, raises: bool, scratch: Path
 ) -> None:
     """A layer norm's outcome is compared in each step, which finds what is edited at once."""
-    plain, ours = Program(DEVICE), Program(DEVICE)
-    unedited = plain.step(nullcontext(), None, what, when)
-    wanted = plain.step(nullcontext(), EDITS[edit], what, when)
     raises = raises and (what, when) != ("normed", "at once")
     with offloader("keep", scratch, compress="exact") as offload:
-        for _ in range(PROVEN):
-            assert equal(ours.step(offload, None, what, when), unedited)
-            offload.flush()
-        with pytest.raises(EditedError, match=r"float32 \[32, 64\] #.* derive=False") if raises else nullcontext():
-            assert equal(ours.step(offload, EDITS[edit], what, when), wanted)
-        assert equal(ours.step(offload, None, what, when), unedited)  # the next step is none the worse
+        assert_right_or_refused(offload, edit, what, when, raises=raises, device=DEVICE)
 
 
 def twice(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,18 +116,6 @@ def test_backwards_that_fail_leave_nothing_that_grows(scratch: Path) -> None:
         (first + second).sum().backward()  # hears of none of those
 
 
-class Wide(Block):
-    """Edits, if it is told to, a tensor that its GELU has given, where PyTorch does not see it."""
-
-    edits = False
-
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        wide = functional.gelu(self.up(self.norm(x)))
-        if self.edits:
-            wide.data.neg_()
-        return x + self.down(wide)
-
-
 MakeAuto = Callable[[nn.Module], Offloader]
 
 
@@ -144,17 +123,17 @@ MakeAuto = Callable[[nn.Module], Offloader]
 def auto(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> MakeAuto:
     """An engine with a budget that a step exceeds by three of its largest tensors, whose plans only derive."""
     only_deriving(monkeypatch)
-    budget = saved_bytes(Wide) - 3 * ROWS * 4 * WIDTH * 4
+    budget = saved_bytes(Edited) - 3 * ROWS * 4 * WIDTH * 4
     config = OffloadConfig(tier="auto", memory_budget=budget, min_tensor_bytes=4096, storage_paths=scratch)
     return lambda model: Offloader(model, config)
 
 
 def test_a_plan_derives_what_is_cheap(auto: MakeAuto) -> None:
-    training = Training(Wide, device=DEVICE)
+    training = Training(Edited, device=DEVICE)
     offload = auto(training.model)
     try:
         plan = follow(offload, training, 7)[-1]
-        assert_equal(training.state(), train(None, Training(Wide, device=DEVICE), steps=7))
+        assert_equal(training.state(), train(None, Training(Edited, device=DEVICE), steps=7))
         assert plan
         assert plan.derived
         assert plan.fits
@@ -165,7 +144,7 @@ def test_a_plan_derives_what_is_cheap(auto: MakeAuto) -> None:
 
 
 def test_an_edit_that_pytorch_does_not_see_in_a_step_that_derives_by_plan(auto: MakeAuto) -> None:
-    training = Training(Wide, device=DEVICE)
+    training = Training(Edited, device=DEVICE)
     offload = auto(training.model)
     try:
         plan = follow(offload, training, 7)[-1]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tba import EditedError, Offloader
+
 from .engine import activation
+from .exactness import equal
 
 TOKENS, WIDTH, PROVEN = 32, 64, 3  # steps, after which no forward runs an operator again
 
@@ -94,3 +99,19 @@ CASES = [
     *((edit, "source", "afterwards", True) for edit in EDITS if edit != "another data"),
     *((edit, "detached", when, True) for edit in EDITS if edit != "another data" for when in ("at once", "afterwards")),
 ]
+
+
+def assert_right_or_refused(
+    offload: Offloader, edit: str, what: str, when: str, *, raises: bool, device: torch.device | None = None
+) -> None:
+    """A step with an edit, behind some without: gradients are plain ones, or, if it `raises`, it is refused."""
+    plain, ours = Program(device), Program(device)
+    unedited = plain.step(nullcontext(), None, what, when)
+    wanted = plain.step(nullcontext(), EDITS[edit], what, when)
+    for _ in range(PROVEN):
+        assert equal(ours.step(offload, None, what, when), unedited)
+        if device is not None:
+            offload.flush()  # its comparisons have ended
+    with pytest.raises(EditedError, match=r"float32 \[32, 64\] #.* derive=False") if raises else nullcontext():
+        assert equal(ours.step(offload, EDITS[edit], what, when), wanted)
+    assert equal(ours.step(offload, None, what, when), unedited)  # the next step is none the worse

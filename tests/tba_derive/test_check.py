@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from support.derive import runs_of_gelu
-from support.edits import CASES, EDITS, PROVEN, TOKENS, WIDTH, Program
+from support.edits import CASES, EDITS, PROVEN, TOKENS, WIDTH, Program, assert_right_or_refused
 from support.engine import activation, engine
 from support.exactness import equal
-from tba import EditedError
 
 
 @pytest.mark.sampled(20)
@@ -22,15 +21,8 @@ from tba import EditedError
 def test_an_edit_without_a_trace_gives_plain_gradients_or_the_error(
     edit: str, what: str, when: str, raises: bool, scratch: Path
 ) -> None:
-    plain, ours = Program(), Program()
-    unedited = plain.step(nullcontext(), None, what, when)
-    wanted = plain.step(nullcontext(), EDITS[edit], what, when)
     with engine(scratch, tier="keep", compress="exact") as offload:
-        for _ in range(PROVEN):
-            assert equal(ours.step(offload, None, what, when), unedited)
-        with pytest.raises(EditedError, match=r"float32 \[32, 64\] #.* derive=False") if raises else nullcontext():
-            assert equal(ours.step(offload, EDITS[edit], what, when), wanted)
-        assert equal(ours.step(offload, None, what, when), unedited)  # the next step is none the worse
+        assert_right_or_refused(offload, edit, what, when, raises=raises)
 
 
 @pytest.mark.sampled(2)

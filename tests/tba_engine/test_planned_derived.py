@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.planned import LAYERS, ROWS, WIDTH, Block, Training, assert_equal, follow, records, saved_bytes, train
+from support.planned import LAYERS, ROWS, WIDTH, Edited, Training, assert_equal, follow, records, saved_bytes, train
 from tba import EditedError, Offloader
 from tba._plan.no_plan import NoPlan
 from tba._plan.plan import Plan
@@ -24,18 +24,6 @@ Auto = Callable[..., Offloader]
 def most_bytes() -> int:
     """A budget that the step exceeds by three of its largest tensors, which others give again."""
     return saved_bytes() - 3 * WIDE_BYTES
-
-
-class Edited(Block):
-    """Edits, if it is told to, a tensor that its GELU has given, where PyTorch does not see it."""
-
-    edits = False
-
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        wide = nn.functional.gelu(self.up(self.norm(x)))
-        if self.edits:
-            wide.data.neg_()
-        return x + self.down(wide)
 
 
 def derived_bytes(plan: Plan | NoPlan) -> int:
