@@ -240,6 +240,9 @@ def curve(
     family: Annotated[list[str] | None, typer.Option(help="gpt, bert, t5, llama, conv (default: the set's).")] = None,
     batch: Annotated[list[float] | None, typer.Option(help="Multiples of the set's batch (default: its own).")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Only these arms beside the first (default: all).")] = None,
+    budget: Annotated[
+        list[float] | None, typer.Option(help="Also this budget, as a share of what a plain step saves (such as 0.2).")
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model (default: the set's).")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds of each arm (default: the set's).")] = None,
     starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: the set's).")] = None,
@@ -252,7 +255,7 @@ def curve(
     out: Out = OUT,
     quick: Quick = False,
 ) -> Result:
-    """Throughput against peak memory under a set of arms: recomputed, moved, by budget (up to 15 minutes a family)."""
+    """Throughput against peak memory under a set of arms: recomputed, moved, by budget (15 minutes a batch)."""
     check_pictures()
     arms, here = arms or ("rok" if device == "cpu" else "card"), DEVICES[device]
     check_names([arms], SETS, "set of arms")
@@ -260,6 +263,10 @@ def curve(
     chosen, parts = SETS[arms], [arms, *(family or ())]
     if quick:
         chosen, here = chosen.tiny(), replace(here, size="small")
+    if budget:
+        added = [each for each in map(_auto, dict.fromkeys(budget)) if each.name not in {a.name for a in chosen.arms}]
+        chosen, arm = replace(chosen, arms=[*chosen.arms, *added]), arm and [*arm, *(each.name for each in added)]
+        parts.append("budget" + "-".join(f"{each:g}" for each in budget))
     if rate is not None:
         limit = parse_rate(rate)
         chosen = chosen.limited(limit)
@@ -269,6 +276,8 @@ def curve(
             raise typer.BadParameter("--link is of a simulated device: name it with --device simulated")
         chosen = replace(chosen, link_bytes_per_s=parse_rate(link))
         parts.append(f"link{parse_rate(link) / 1e6:.0f}MBps")
+    if batch and batch != [1]:  # what is filed of the own batch alone is named after the family
+        parts.append("batch" + "-".join(f"{each:g}" for each in batch))
     given = {"families": family, "scales": batch, "layers": layers, "rounds": rounds, "starts": starts}
     chosen = replace(chosen, **{name: value for name, value in given.items() if value})
     if layers is not None:

@@ -80,10 +80,10 @@ class Result:
 def file_result(result: Result, machine: str, folder: Path = RESULTS) -> list[Path]:
     """Write `<theme>_<machine>_<yyyymm>.md` and `.json`, and the picture if there is one; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"{result.theme}_{machine}_{datetime.date.today():%Y%m}"
+    stem = f"{result.theme}_{machine}_{datetime.date.today():%Y%m}"
     described = [f"- {name}: {value}" for name, value in result.environment.items()]
     parts = [f"# {result.theme} on {machine}", f"```\n{result.command}\n```", "\n".join(described)]
-    text, raw, picture = stem.with_suffix(".md"), stem.with_suffix(".json"), stem.with_suffix(".png")
+    text, raw, picture = (folder / f"{stem}.{kind}" for kind in ("md", "json", "png"))
     text.write_text("\n\n".join(parts + [table.markdown() for table in result.tables]))
     names = [picture.name if path == result.picture else path.name for path in result.files]
     raw.write_text(json.dumps({**result.document(), "files": names}, indent=1) + "\n")
