@@ -28,8 +28,12 @@ ALLOCATORS = ("auto", "jemalloc", "mimalloc", "glibc", "none")
 # jemalloc: large blocks share the arena instead of returning to the kernel one by one, freed pages never age out, and
 # memory is in huge pages (pinning it page by page is most of the CPU cost of a direct write). All threads share one
 # arena: an arena does not reuse another's pages, and each would begin with its own huge pages (measured: 8 MiB for the
-# few blocks that a compute thread and an I/O worker allocate). One thread of a step allocates the tensors.
-_JEMALLOC_CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always,narenas:1"
+# few blocks that a compute thread and an I/O worker allocate). One thread of a step allocates the tensors. A block may
+# be cut from a free one of any size: by default from one of at most 64 times its own, and as free blocks join those
+# beside them and never age out, each step would take new pages for its smaller tensors, without end.
+_JEMALLOC_CONF = (
+    "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always,narenas:1,lg_extent_max_active_fit:48"
+)
 # mimalloc 2.1 and later: never return freed pages to the kernel.
 _MIMALLOC = {"MIMALLOC_PURGE_DELAY": "-1"}
 # glibc: blocks of 1 MiB and more bypass the heap (setting this also keeps glibc from raising the limit); the heap keeps

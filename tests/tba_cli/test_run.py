@@ -23,7 +23,7 @@ JEMALLOC, MIMALLOC = "/lib/libjemalloc.so.2", "/venv/libmimalloc.so.3"
 BOTH = Libraries({"jemalloc": JEMALLOC, "mimalloc": MIMALLOC})
 ONLY_MIMALLOC = Libraries({"mimalloc": MIMALLOC}, {"jemalloc": "is not installed"})
 NEITHER = Libraries({}, {"jemalloc": "is not installed", "mimalloc": "/x.so cannot be used (wrong ELF class)"})
-CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always,narenas:1"
+CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always,narenas:1,lg_extent_max_active_fit:48"
 
 
 def test_auto_takes_the_first_that_is_here() -> None:
@@ -162,6 +162,30 @@ def test_the_program_runs_on_the_allocator(library: str) -> None:
     assert f"/{os.path.basename(library)}" in result.stdout  # the loader's own name for it, or a file
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"tba run: {name} ({library}): ")
+
+
+def test_memory_that_is_freed_is_reused_by_far_smaller_blocks(library: str) -> None:
+    # 1,600 blocks of 128 KiB become a few of up to 200 MiB when they are freed: each round must be cut from them.
+    program = """
+import ctypes
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+size, resident = 128 << 10, []
+for _ in range(8):
+    blocks = [libc.malloc(size) for _ in range(1600)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks:
+        libc.free(block)
+    resident.append(4096 * int(open("/proc/self/statm").read().split()[1]))
+print(resident[-1] - resident[0])
+"""
+    name = "jemalloc" if "jemalloc" in library else "mimalloc"
+    done = tba_run("--allocator", name, "--", sys.executable, "-c", program)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 100 << 20
 
 
 def test_exit_status_and_arguments_pass_through() -> None:
