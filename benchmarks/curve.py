@@ -18,9 +18,9 @@ from ._pictures.curves import Panel, Point, draw_curves
 from ._pictures.pictures import check_pictures
 from ._processes.arms import Spec
 from ._processes.device import CPU, DEVICES, Device
-from ._processes.measure import count_saved_bytes, measure
+from ._processes.measure import count_saved_bytes, measure, measure_together
 from ._report.bar import Bar, bar_table
-from ._report.curve import curve_bars, curve_table, faster_bar, plan_bars
+from ._report.curve import curve_bars, curve_table, faster_bar, plan_bars, time_bars
 from ._report.environment import environment_block
 from ._report.options import OUT, Out, Quick, Threads, check_names, parse_rate
 from ._report.options import Device as DeviceName
@@ -250,6 +250,9 @@ def curve(
     link: Annotated[
         str | None, typer.Option(help="Give a simulated device this link to the host, such as 2GB/s.")
     ] = None,
+    together: Annotated[
+        bool, typer.Option(help="All arms in one process: for times within a few percent. Peaks mean nothing then.")
+    ] = False,
     threads: Threads = 2,
     device: DeviceName = "cpu",
     out: Out = OUT,
@@ -285,10 +288,14 @@ def curve(
     if arm:
         check_names(arm, [each.name for each in chosen.arms], "arm")
         chosen = replace(chosen, arms=[each for at, each in enumerate(chosen.arms) if at == 0 or each.name in arm])
-    return _run("-".join(parts), chosen, threads, out, here)
+    if together:
+        if any(each.compiled is not None for each in chosen.arms):
+            raise typer.BadParameter("--together compiles nothing: PyTorch has one memory budget for a process")
+        parts.append("together")
+    return _run("-".join(parts), chosen, threads, out, here, together=together)
 
 
-def _run(name: str, chosen: Set, threads: int, out: Path, here: Device) -> Result:
+def _run(name: str, chosen: Set, threads: int, out: Path, here: Device, *, together: bool) -> Result:
     """Measure every family of a set at every batch; `name` is what the result is filed under."""
     tables: list[Grid] = []
     data: dict[str, Any] = {}
@@ -299,13 +306,17 @@ def _run(name: str, chosen: Set, threads: int, out: Path, here: Device) -> Resul
     for member, scale in ((member, scale) for member in chosen.families for scale in chosen.scales):
         count = max(1, round(scale * (chosen.batch or BY_SIZE[here.size][member].examples)))
         title = f"{BY_SIZE[here.size][member].of(chosen.layers)}, batch {count}"
-        measured, found, saved_bytes = _measure(chosen, member, count, threads, here, every=scale == own)
-        note = f"A plain step saves {mib(saved_bytes)} MiB. Peak: {here.memory}, over idle, worst of all steps."
+        every_arm = scale == own
+        measured, found, saved_bytes = _measure(
+            chosen, member, count, threads, here, every=every_arm, together=together
+        )
+        peak = "All arms in one process." if together else f"Peak: {here.memory}, over idle, worst of all steps."
+        note = f"A plain step saves {mib(saved_bytes)} MiB. {peak}"
         # A compiled model computes other bits than the same model as it is.
         whole = {arm.name for arm in chosen.arms if arm.compiled is not None}
         groups = [[arm for arm in measured.values() if (arm.name in whole) == compiled] for compiled in (True, False)]
         groups = [group for group in groups if group]
-        tables.append(curve_table(title, measured, f"{note} {equal_text(*groups)}"))
+        tables.append(curve_table(title, measured, f"{note} {equal_text(*groups)}", peaks=not together))
         bars += found
         data.setdefault(member, {})[str(count)] = {
             "saved_bytes": saved_bytes,
@@ -315,22 +326,24 @@ def _run(name: str, chosen: Set, threads: int, out: Path, here: Device) -> Resul
         }
         every |= measured
         panels[title] = Panel(points(measured), "peak / plain's", "throughput / plain's")
-    out.mkdir(parents=True, exist_ok=True)
-    picture = out / "curve.png"
-    draw_curves(panels, picture)
+    picture = None
+    if not together:
+        out.mkdir(parents=True, exist_ok=True)
+        picture = out / "curve.png"
+        draw_curves(panels, picture)
     missing = {arm.peer: why for arm in chosen.arms if arm.peer and (why := PEERS[arm.peer].missing())}
     return Result(
         theme=here.theme(name),
         tables=[*_misses(bars), bar_table(bars, "Bars", "Behind ±: about 95 % confidence."), *tables],
         data={"families": data, "missing": missing},
-        files=[picture],
+        files=[picture] if picture else [],
         picture=picture,
         environment=environment_block(every, threads=threads, card=here.card, starts=chosen.starts),
     )
 
 
 def _measure(
-    chosen: Set, family: str, batch: int, threads: int, here: Device, *, every: bool
+    chosen: Set, family: str, batch: int, threads: int, here: Device, *, every: bool, together: bool
 ) -> tuple[dict[str, Measured], list[Bar], int]:
     """Measure one family at one batch; return its arms, their bars, and the bytes that a plain step saves."""
     options = {
@@ -343,9 +356,13 @@ def _measure(
     saved_bytes = count_saved_bytes(counted, threads, here)
     specs = make_specs(chosen, options, saved_bytes, threads, here, every=every)
     apart = here.apart and here.name != SIMULATED  # a card has no room for all arms at once, the host's memory has
-    turns = {"rounds": chosen.rounds, "warm_up": chosen.warm_up, "starts": chosen.starts, "apart": apart}
-    arms = measure(specs, title=f"{family}, batch {batch}", **turns)
     where = f"{family}, batch {batch}"
+    turns = {"title": where, "rounds": chosen.rounds, "warm_up": chosen.warm_up, "starts": chosen.starts}
+    if together:
+        arms = measure_together(specs, **turns)
+        bars = time_bars(where, arms, arms[PLAIN], _auto(_FITS).name)
+        return arms, bars + budget_bars(where, arms, chosen), saved_bytes
+    arms = measure(specs, apart=apart, **turns)
     return arms, curve_bars(where, arms, *sides(arms)) + budget_bars(where, arms, chosen), saved_bytes
 
 

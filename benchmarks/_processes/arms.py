@@ -23,7 +23,7 @@ _TURN_TIMEOUT_S = 600.0
 # The longest arm without turns times every codec, which takes minutes.
 _ASK_TIMEOUT_S = 3600.0
 # OpenMP's threads spin for some milliseconds after their work; the next arm should not run at the same time.
-_SETTLE_S = 0.02
+SETTLE_S = 0.02
 # Variables that choose or tune an allocator; removed for the arm that runs "as Python comes".
 _ALLOCATOR_PREFIXES = ("LD_PRELOAD", "MALLOC_", "_RJEM_MALLOC_CONF", "JE_MALLOC_CONF", "MIMALLOC_", "GLIBC_TUNABLES")
 
@@ -133,7 +133,7 @@ def in_turns(arms: Sequence[Arm], rounds: Sequence[int]) -> Iterator[tuple[Arm, 
     for number in rounds:
         for arm in arms if number % 2 == 0 else reversed(arms):
             answer = arm.turn(number)
-            time.sleep(_SETTLE_S)
+            time.sleep(SETTLE_S)
             yield arm, number, answer
 
 

@@ -14,6 +14,9 @@ from .steps import Measured, arm_table, memory_share
 _NO_HIGHER = 1.02
 _PEAK_OFF, _STEP_OFF = 0.05, 0.10  # by how much a plan's prediction may be off
 
+_FITS_COST = 1.005  # of a budget that all fits, as a share of a plain step
+_LEAST = {"keep, exact": 0.96, "auto 0.70": 0.95}  # throughput as a share of plain's
+
 
 def per_second(arm: Measured) -> float:
     """Compute the throughput of an arm: units of its batch over the median step."""
@@ -64,8 +67,25 @@ def plan_bars(what: str, moved: Mapping[str, float]) -> list[Bar]:
     ]
 
 
-def curve_table(title: str, arms: Mapping[str, Measured], note: str) -> Grid:
-    """Make the table beneath a curve: where each arm lies, and what it moved."""
+def time_bars(where: str, arms: Mapping[str, Measured], plain: Measured, fits: str) -> list[Bar]:
+    """Limit what hooks cost where all `fits`, and what it costs to hold 0.7 of what a step saves."""
+    bars = []
+    if fits in arms:
+        for clock in ("wall", "CPU"):
+            over, under = (arm.wall_s if clock == "wall" else arm.cpu_s for arm in (arms[fits], plain))
+            found = ratios(over, under)
+            what = f"{where}: {clock} seconds of {fits} / plain"
+            bars.append(Bar(what=what, measured=median(found), limit=_FITS_COST, spread=doubt(found)))
+    for name, least in _LEAST.items():
+        if name in arms:
+            found = ratios(plain.wall_s, arms[name].wall_s)
+            what = f"{where}: throughput of {name} / plain"
+            bars.append(Bar(what=what, measured=median(found), limit=least, sign=">=", spread=doubt(found)))
+    return bars
+
+
+def curve_table(title: str, arms: Mapping[str, Measured], note: str, *, peaks: bool = True) -> Grid:
+    """Make the table beneath a curve: where each arm lies, and what it moved; without `peaks`, its times alone."""
 
     def recomputed(arm: Measured) -> str:
         return f"{arm.moved['recomputed']:.0f} of {arm.moved['blocks']:.0f}" if "blocks" in arm.moved else "-"
@@ -78,4 +98,5 @@ def curve_table(title: str, arms: Mapping[str, Measured], note: str) -> Grid:
         ("read MiB", lambda arm: mib(arm.moved["read_bytes"]) if arm.moved else "-"),
         ("blocks recomputed", recomputed),
         ("exact", lambda arm: "yes" if arm.exact else "no, lossy"),
+        peaks=peaks,
     )

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from .bar import Bar
-from .ratios import doubt, median_ratio, ratios
+from .ratios import doubt, ratios
 from .results import Column, Grid, mib
 
 AS_IS = "plain, as Python comes"
@@ -86,8 +86,11 @@ def equal_text(*groups: Sequence[Measured]) -> str:
     return f"Losses and gradients {whose} bit-equal: {equal}."
 
 
-def arm_table(title: str, arms: Mapping[str, Measured], note: str, *more: Column) -> Grid:
-    """Make the table of memory, time and bytes, with `more` columns; ratios are to the arm "plain"."""
+def arm_table(title: str, arms: Mapping[str, Measured], note: str, *more: Column, peaks: bool = True) -> Grid:
+    """Make the table of memory (unless arms have no `peaks` of their own), time and bytes, with `more` columns.
+
+    Ratios are to the arm "plain".
+    """
     plain = arms["plain"]
 
     def timed(show: Callable[[Measured], str]) -> Callable[[Measured], str]:
@@ -96,23 +99,26 @@ def arm_table(title: str, arms: Mapping[str, Measured], note: str, *more: Column
     def moved(show: Callable[[Measured], str]) -> Callable[[Measured], str]:
         return lambda arm: show(arm) if arm.moved else "-"
 
-    def wall(arm: Measured) -> str:
-        found = ratios(arm.wall_s, plain.wall_s)
+    def ratio(over: Sequence[float], under: Sequence[float]) -> str:
+        found = ratios(over, under)
         return f"{median(found):.3f} ± {doubt(found):.3f}"
 
+    of_memory: list[Column] = [
+        ("peak MiB", lambda arm: mib(arm.peak_bytes)),
+        ("/ plain", lambda arm: f"{memory_share(arm, plain):.2f}"),
+    ]
     of_device: list[Column] = [
         ("active MiB", lambda arm: mib(arm.active_bytes)),
         ("reserved MiB", lambda arm: mib(arm.reserved_bytes)),
     ]
     columns: list[Column] = [
         ("arm", lambda arm: str(arm.name)),
-        ("peak MiB", lambda arm: mib(arm.peak_bytes)),
-        ("/ plain", lambda arm: f"{memory_share(arm, plain):.2f}"),
+        *(of_memory if peaks else ()),
         *(of_device if plain.reserved_bytes else ()),
         ("step s", timed(lambda arm: f"{median(arm.wall_s):.3f}")),
-        ("/ plain", timed(wall)),
+        ("/ plain", timed(lambda arm: ratio(arm.wall_s, plain.wall_s))),
         ("CPU s", timed(lambda arm: f"{median(arm.cpu_s):.3f}")),
-        ("/ plain", timed(lambda arm: f"{median_ratio(arm.cpu_s, plain.cpu_s):.3f}")),
+        ("/ plain", timed(lambda arm: ratio(arm.cpu_s, plain.cpu_s))),
         ("waited", timed(moved(lambda arm: f"{median(arm.waited_share):.2%}"))),
         ("written MiB", moved(lambda arm: mib(arm.moved["written_bytes"]))),
         *more,

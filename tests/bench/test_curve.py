@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks._peers.registry import PEERS
 from benchmarks._processes.device import CPU, CUDA
-from benchmarks._report.curve import best_within, curve_bars, plan_bars
+from benchmarks._report.curve import best_within, curve_bars, plan_bars, time_bars
 from benchmarks._report.results import RESULTS
 from benchmarks._report.steps import Measured
 from benchmarks._workload.families import FAMILIES
@@ -76,6 +76,21 @@ def test_a_slow_link_is_waited_for(tmp_path: Path) -> None:
     slow, free = arms["nvme, 50 MB/s"], arms["nvme"]
     assert slow["stalled_share"][0] >= slow["waited_share"][0] > 0
     assert min(slow["moved"]["read_bytes"], free["moved"]["read_bytes"]) > 0
+
+
+@pytest.mark.exhaustive
+def test_arms_of_one_process_are_timed_and_told_nothing_of_peaks(tmp_path: Path) -> None:
+    options = ("--together", "--arm", "nvme", "--arm", "checkpoint", "--budget", "0.3")
+    found = run_benchmark("curve", "--threads", "1", *options, scratch=tmp_path)
+    assert found["files"] == []
+    curve = found["families"]["gpt"]["2"]
+    arms = curve["arms"]
+    assert arms.keys() == {"plain", "checkpoint", "nvme", "auto 0.30"}
+    assert curve["gradients_bit_equal"] is True
+    assert all(len(arm["wall_s"]) == 1 for arm in arms.values())
+    assert [name for name, arm in arms.items() if arm["moved"]] == ["nvme", "auto 0.30"]
+    assert arms["nvme"]["moved"]["written_bytes"] > 0
+    assert not any("peak" in bar["what"] for bar in curve["bars"])
 
 
 @pytest.mark.exhaustive
@@ -158,6 +173,19 @@ def test_a_curve_names_what_lies_above_or_left() -> None:
     [beaten] = curve_bars("here", arms, ["fast"], ["low"])
     assert beaten.what == "here: throughput of low / fast, at no higher peak"
     assert beaten.met is False
+
+
+def test_times_of_one_process_are_held_to_what_a_budget_may_cost() -> None:
+    plain, fits = measured("plain", 1, 1.0, 1.0), measured("auto 1.10", 1, 1.004, 1.004)
+    plain.cpu_s, fits.cpu_s = [2.0, 2.0], [2.02, 2.02]
+    arms = {arm.name: arm for arm in (plain, fits, measured("auto 0.70", 1, 1.04, 1.04), measured("nvme", 1, 2.0, 2.0))}
+    found = {bar.what: bar.met for bar in time_bars("here", arms, plain, "auto 1.10")}
+    assert found == {
+        "here: wall seconds of auto 1.10 / plain": True,
+        "here: CPU seconds of auto 1.10 / plain": False,
+        "here: throughput of auto 0.70 / plain": True,
+    }
+    assert time_bars("here", {"plain": plain}, plain, "auto 1.10") == []
 
 
 def test_a_plan_is_held_to_its_budget_and_its_prediction() -> None:
