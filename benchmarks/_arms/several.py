@@ -7,6 +7,7 @@ PyTorch keeps hooks by thread.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,9 +32,13 @@ class SeveralArms:
         self.about = {name: arm.about for name, (_, arm) in self._arms.items()}
 
     def turn(self, index: int) -> dict[str, Any]:
-        """Take a step of each arm, in reverse order in every other turn; return their answers by name."""
+        """Take a step of each arm, in an order drawn for this turn; return their answers by name.
+
+        In a fixed order, or that reversed, an arm would follow the same one each time, or itself: what an arm leaves in
+        caches and in the allocator helps the next step of the same kind.
+        """
         answers = {}
-        for name in list(self._arms)[:: 1 if index % 2 == 0 else -1]:
+        for name in random.Random(index).sample(list(self._arms), len(self._arms)):
             thread, arm = self._arms[name]
             answers[name] = thread.submit(arm.turn, index).result()
             time.sleep(SETTLE_S)
