@@ -13,7 +13,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 # A table whose rows are arms stands below a comment that names its results: <!-- figures of peers_vm2_202611 -->
 _TABLE = re.compile(r"<!-- figures of ([^>]+?) -->\n+((?:\|.*\n)+)")
-_LINK = re.compile(r"results/([\w-]+\.md)")
+_LINK = re.compile(r"results/([\w.-]+\.md)")
 _NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w]*\d)")
 _MEASURED = re.compile(r"(?<![\w.,/-])(\d+\.\d+|\d+(?=%| times))(?![\w.]*\d)")
 _EMPHASIS = re.compile(r"[*`]")
@@ -44,6 +44,7 @@ NAMES = {
     "memory_budget 70%": "auto 0.70",
     "memory_budget 75%": "auto 0.75",
     "memory_budget 85%": "auto 0.85",
+    "memory_budget 110%: all fits": "auto 1.10",
     'tier="nvme", not compiled': "nvme, not compiled",
     "plain, compiled": "plain",
     "memory_budget of 40%": "tba auto 0.40",
