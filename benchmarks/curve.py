@@ -88,6 +88,7 @@ class Set:
         warm_up: steps before the timed ones: two that are watched, three by a plan, six by a rival.
         rounds: timed steps of each arm.
         starts: sets of processes that these steps are spread over.
+        together: all arms are in one process, which tells nothing of their peaks.
     """
 
     arms: Sequence[Arm]
@@ -101,6 +102,7 @@ class Set:
     warm_up: int = 11
     rounds: int = 6
     starts: int = 1
+    together: bool = False
 
     def limited(self, rate_bytes_per_s: float) -> Set:
         """Return the set with a limit on every link that has none."""
@@ -266,9 +268,12 @@ def curve(
     chosen, parts = SETS[arms], [arms, *(family or ())]
     if quick:
         chosen, here = chosen.tiny(), replace(here, size="small")
+    if arm:
+        check_names(arm, [each.name for each in chosen.arms], "arm")
+        chosen = replace(chosen, arms=[each for at, each in enumerate(chosen.arms) if at == 0 or each.name in arm])
     if budget:
-        added = [each for each in map(_auto, dict.fromkeys(budget)) if each.name not in {a.name for a in chosen.arms}]
-        chosen, arm = replace(chosen, arms=[*chosen.arms, *added]), arm and [*arm, *(each.name for each in added)]
+        every = {each.name: each for each in (*chosen.arms, *map(_auto, budget))}
+        chosen = replace(chosen, arms=list(every.values()))
         parts.append("budget" + "-".join(f"{each:g}" for each in budget))
     if rate is not None:
         limit = parse_rate(rate)
@@ -282,20 +287,18 @@ def curve(
     if batch and batch != [1]:  # what is filed of the own batch alone is named after the family
         parts.append("batch" + "-".join(f"{each:g}" for each in batch))
     given = {"families": family, "scales": batch, "layers": layers, "rounds": rounds, "starts": starts}
+    given["together"] = together
     chosen = replace(chosen, **{name: value for name, value in given.items() if value})
     if layers is not None:
         parts.append(f"{layers}layers")
-    if arm:
-        check_names(arm, [each.name for each in chosen.arms], "arm")
-        chosen = replace(chosen, arms=[each for at, each in enumerate(chosen.arms) if at == 0 or each.name in arm])
     if together:
         if any(each.compiled is not None for each in chosen.arms):
             raise typer.BadParameter("--together compiles nothing: PyTorch has one memory budget for a process")
         parts.append("together")
-    return _run("-".join(parts), chosen, threads, out, here, together=together)
+    return _run("-".join(parts), chosen, threads, out, here)
 
 
-def _run(name: str, chosen: Set, threads: int, out: Path, here: Device, *, together: bool) -> Result:
+def _run(name: str, chosen: Set, threads: int, out: Path, here: Device) -> Result:
     """Measure every family of a set at every batch; `name` is what the result is filed under."""
     tables: list[Grid] = []
     data: dict[str, Any] = {}
@@ -306,17 +309,14 @@ def _run(name: str, chosen: Set, threads: int, out: Path, here: Device, *, toget
     for member, scale in ((member, scale) for member in chosen.families for scale in chosen.scales):
         count = max(1, round(scale * (chosen.batch or BY_SIZE[here.size][member].examples)))
         title = f"{BY_SIZE[here.size][member].of(chosen.layers)}, batch {count}"
-        every_arm = scale == own
-        measured, found, saved_bytes = _measure(
-            chosen, member, count, threads, here, every=every_arm, together=together
-        )
-        peak = "All arms in one process." if together else f"Peak: {here.memory}, over idle, worst of all steps."
+        measured, found, saved_bytes = _measure(chosen, member, count, threads, here, every=scale == own)
+        peak = "All arms in one process." if chosen.together else f"Peak: {here.memory}, over idle, worst of all steps."
         note = f"A plain step saves {mib(saved_bytes)} MiB. {peak}"
         # A compiled model computes other bits than the same model as it is.
         whole = {arm.name for arm in chosen.arms if arm.compiled is not None}
         groups = [[arm for arm in measured.values() if (arm.name in whole) == compiled] for compiled in (True, False)]
         groups = [group for group in groups if group]
-        tables.append(curve_table(title, measured, f"{note} {equal_text(*groups)}", peaks=not together))
+        tables.append(curve_table(title, measured, f"{note} {equal_text(*groups)}", peaks=not chosen.together))
         bars += found
         data.setdefault(member, {})[str(count)] = {
             "saved_bytes": saved_bytes,
@@ -325,9 +325,10 @@ def _run(name: str, chosen: Set, threads: int, out: Path, here: Device, *, toget
             "gradients_bit_equal": all(map(same_gradients, groups)),
         }
         every |= measured
-        panels[title] = Panel(points(measured), "peak / plain's", "throughput / plain's")
+        if not chosen.together:
+            panels[title] = Panel(points(measured), "peak / plain's", "throughput / plain's")
     picture = None
-    if not together:
+    if panels:
         out.mkdir(parents=True, exist_ok=True)
         picture = out / "curve.png"
         draw_curves(panels, picture)
@@ -343,7 +344,7 @@ def _run(name: str, chosen: Set, threads: int, out: Path, here: Device, *, toget
 
 
 def _measure(
-    chosen: Set, family: str, batch: int, threads: int, here: Device, *, every: bool, together: bool
+    chosen: Set, family: str, batch: int, threads: int, here: Device, *, every: bool
 ) -> tuple[dict[str, Measured], list[Bar], int]:
     """Measure one family at one batch; return its arms, their bars, and the bytes that a plain step saves."""
     options = {
@@ -358,7 +359,7 @@ def _measure(
     apart = here.apart and here.name != SIMULATED  # a card has no room for all arms at once, the host's memory has
     where = f"{family}, batch {batch}"
     turns = {"title": where, "rounds": chosen.rounds, "warm_up": chosen.warm_up, "starts": chosen.starts}
-    if together:
+    if chosen.together:
         arms = measure_together(specs, **turns)
         bars = time_bars(where, arms, arms[PLAIN], _auto(_FITS).name)
         return arms, bars + budget_bars(where, arms, chosen), saved_bytes

@@ -8,7 +8,7 @@ from statistics import median
 from .bar import Bar
 from .ratios import doubt, ratios
 from .results import Grid, mib
-from .steps import Measured, arm_table, memory_share
+from .steps import Measured, arm_table, memory_share, time_bar
 
 # A peak counts as no higher up to this factor: two processes of one arm differ by about as much.
 _NO_HIGHER = 1.02
@@ -71,16 +71,13 @@ def time_bars(where: str, arms: Mapping[str, Measured], plain: Measured, fits: s
     """Limit what hooks cost where all `fits`, and what it costs to hold 0.7 of what a step saves."""
     bars = []
     if fits in arms:
-        for clock in ("wall", "CPU"):
-            over, under = (arm.wall_s if clock == "wall" else arm.cpu_s for arm in (arms[fits], plain))
-            found = ratios(over, under)
-            what = f"{where}: {clock} seconds of {fits} / plain"
-            bars.append(Bar(what=what, measured=median(found), limit=_FITS_COST, spread=doubt(found)))
+        wall, cpu = ratios(arms[fits].wall_s, plain.wall_s), ratios(arms[fits].cpu_s, plain.cpu_s)
+        bars.append(time_bar(f"{where}: wall seconds of {fits} / plain", wall, _FITS_COST))
+        bars.append(time_bar(f"{where}: CPU seconds of {fits} / plain", cpu, _FITS_COST))
     for name, least in _LEAST.items():
         if name in arms:
             found = ratios(plain.wall_s, arms[name].wall_s)
-            what = f"{where}: throughput of {name} / plain"
-            bars.append(Bar(what=what, measured=median(found), limit=least, sign=">=", spread=doubt(found)))
+            bars.append(time_bar(f"{where}: throughput of {name} / plain", found, least, sign=">="))
     return bars
 
 

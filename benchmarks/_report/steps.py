@@ -142,16 +142,16 @@ def step_bars(model: str, arms: Mapping[str, Measured]) -> list[Bar]:
             peaks, waits = memory_share(arm, checkpoint), median(arm.waited_share)
             bars += [
                 Bar(what=f"{name}: peak over idle / plain", measured=memory_share(arm, plain), limit=plain_bar),
-                _time(f"{name}: wall per step / plain", ratios(arm.wall_s, plain.wall_s), _WALL_BAR),
-                _time(f"{name}: CPU seconds per step / plain", ratios(arm.cpu_s, plain.cpu_s), _CPU_BAR),
+                time_bar(f"{name}: wall per step / plain", ratios(arm.wall_s, plain.wall_s), _WALL_BAR),
+                time_bar(f"{name}: CPU seconds per step / plain", ratios(arm.cpu_s, plain.cpu_s), _CPU_BAR),
                 Bar(what=f"{name}: backward waited", measured=waits, limit=_WAIT_BAR, unit="%"),
                 Bar(what=f"{name}: peak / full checkpointing", measured=peaks, limit=1, sign="<"),
-                _time(f"{name}: wall / full checkpointing", ratios(arm.wall_s, checkpoint.wall_s), 1, sign="<"),
+                time_bar(f"{name}: wall / full checkpointing", ratios(arm.wall_s, checkpoint.wall_s), 1, sign="<"),
             ]
     return bars if model in _MEMORY_BARS else [replace(bar, limit=None) for bar in bars]
 
 
-def _time(what: str, found: Sequence[float], limit: float | None, *, sign: str = "<=") -> Bar:
+def time_bar(what: str, found: Sequence[float], limit: float | None, *, sign: str = "<=") -> Bar:
     """A bar on the median of ratios, with the median's uncertainty."""
     return Bar(what=what, measured=median(found), limit=limit, sign=sign, spread=doubt(found))
 
