@@ -49,6 +49,7 @@ class Arm:
         families: that have this arm; if empty, all.
         one_batch: whether it is measured at one batch only, the family's own or the next smaller one. The processes of
             all arms are alive at once, and each holds what its largest step took.
+        times_only: whether it is measured only where all arms are in one process: its peak is plain's.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Arm:
     compiled: float | None = None
     families: Sequence[str] = ()
     one_batch: bool = False
+    times_only: bool = False
 
     def options(self, saved_bytes: int, common: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of its process; `common` are settings of every arm of tba."""
@@ -152,6 +154,8 @@ _PEERS = (
     # torch_remat finds the attention in these; T5's blocks return what it does not take, a convolution has none.
     Arm(name=REMAT, peer=REMAT, families=("gpt", "bert", "llama")),
 )
+# PyTorch's own hooks, which keep everything on a CPU: what hooks in Python cost that do nothing.
+_HOOKS = Arm(name="save_on_cpu", peer="save_on_cpu", times_only=True)
 _LINKS = (50e6, 100e6, 200e6, 400e6, None)
 _WIDE = "nvme, 14% held back"
 _FITS = 1.1  # a budget that everything fits: nothing may move
@@ -174,11 +178,11 @@ SETS: Mapping[str, Set] = {
     # Recompute, offload, keep. The lowest budget is less than what full checkpointing keeps.
     "rok": Set(
         arms=(
-            *(_PLAIN, *_PEERS, _RULE, _FREE),
+            *(_PLAIN, *_PEERS, _HOOKS, _RULE, _FREE),
             *map(_auto, (0.05, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, _FITS)),
             *(_nvme(), *_presets("exact", "safe8", "balanced")),
         ),
-        few=(PLAIN, CHECKPOINT, SELECTIVE, RULE, "auto 0.40", NVME, "keep, safe8"),
+        few=(PLAIN, CHECKPOINT, SELECTIVE, _HOOKS.name, RULE, "auto 0.40", NVME, "keep, safe8"),
         scales=(0.5, 1.0, 2.0),
     ),
     # For a GPU, where each arm is alone and a step moves gigabytes: under ten minutes, mostly for hashing gradients.
@@ -268,6 +272,8 @@ def curve(
     chosen, parts = SETS[arms], [arms, *(family or ())]
     if quick:
         chosen, here = chosen.tiny(), replace(here, size="small")
+    if not together:
+        chosen = replace(chosen, arms=[each for each in chosen.arms if not each.times_only])
     if arm:
         check_names(arm, [each.name for each in chosen.arms], "arm")
         chosen = replace(chosen, arms=[each for at, each in enumerate(chosen.arms) if at == 0 or each.name in arm])
@@ -361,7 +367,7 @@ def _measure(
     turns = {"title": where, "rounds": chosen.rounds, "warm_up": chosen.warm_up, "starts": chosen.starts}
     if chosen.together:
         arms = measure_together(specs, **turns)
-        bars = time_bars(where, arms, arms[PLAIN], _auto(_FITS).name)
+        bars = time_bars(where, arms, arms[PLAIN], _auto(_FITS).name, _HOOKS.name)
         return arms, bars + budget_bars(where, arms, chosen), saved_bytes
     arms = measure(specs, apart=apart, **turns)
     return arms, curve_bars(where, arms, *sides(arms)) + budget_bars(where, arms, chosen), saved_bytes

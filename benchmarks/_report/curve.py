@@ -67,13 +67,15 @@ def plan_bars(what: str, moved: Mapping[str, float]) -> list[Bar]:
     ]
 
 
-def time_bars(where: str, arms: Mapping[str, Measured], plain: Measured, fits: str) -> list[Bar]:
-    """Limit what hooks cost where all `fits`, and what it costs to hold 0.7 of what a step saves."""
+def time_bars(where: str, arms: Mapping[str, Measured], plain: Measured, fits: str, hooks: str) -> list[Bar]:
+    """Limit what is paid where all `fits`, and where 0.7 of what a step saves is held; show what bare `hooks` cost."""
     bars = []
-    if fits in arms:
-        wall, cpu = ratios(arms[fits].wall_s, plain.wall_s), ratios(arms[fits].cpu_s, plain.cpu_s)
-        bars.append(time_bar(f"{where}: wall seconds of {fits} / plain", wall, _FITS_COST))
-        bars.append(time_bar(f"{where}: CPU seconds of {fits} / plain", cpu, _FITS_COST))
+    for name, other, limit in ((fits, plain, _FITS_COST), (hooks, plain, None), (fits, arms.get(hooks), None)):
+        if name in arms and other is not None:
+            base = "plain" if other is plain else hooks
+            wall, cpu = ratios(arms[name].wall_s, other.wall_s), ratios(arms[name].cpu_s, other.cpu_s)
+            bars.append(time_bar(f"{where}: wall seconds of {name} / {base}", wall, limit))
+            bars.append(time_bar(f"{where}: CPU seconds of {name} / {base}", cpu, limit))
     for name, least in _LEAST.items():
         if name in arms:
             found = ratios(plain.wall_s, arms[name].wall_s)

@@ -44,7 +44,7 @@ def run_curve(tmp_path: Path, *options: str) -> Mapping[str, Any]:
 def test_curve_places_every_arm_and_draws(tmp_path: Path) -> None:
     curve = run_curve(tmp_path)
     arms = curve["arms"]
-    assert arms.keys() == set(SETS["rok"].few)
+    assert arms.keys() == set(SETS["rok"].few) - {"save_on_cpu"}  # which tells nothing of peaks
     assert arms["nvme"]["moved"]["written_bytes"] > 0
     assert arms["keep, safe8"]["moved"]["packed_bytes"] < arms["keep, safe8"]["moved"]["encoded_bytes"]
     assert arms["keep, safe8"]["about"]["inexact"] is True
@@ -80,12 +80,12 @@ def test_a_slow_link_is_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_arms_of_one_process_are_timed_and_told_nothing_of_peaks(tmp_path: Path) -> None:
-    options = ("--together", "--arm", "nvme", "--arm", "checkpoint", "--budget", "0.3")
+    options = ("--together", "--arm", "nvme", "--arm", "checkpoint", "--arm", "save_on_cpu", "--budget", "0.3")
     found = run_benchmark("curve", "--threads", "1", *options, scratch=tmp_path)
     assert found["files"] == []
     curve = found["families"]["gpt"]["2"]
     arms = curve["arms"]
-    assert arms.keys() == {"plain", "checkpoint", "nvme", "auto 0.30"}
+    assert arms.keys() == {"plain", "checkpoint", "save_on_cpu", "nvme", "auto 0.30"}
     assert curve["gradients_bit_equal"] is True
     assert all(len(arm["wall_s"]) == 1 for arm in arms.values())
     assert [name for name, arm in arms.items() if arm["moved"]] == ["nvme", "auto 0.30"]
@@ -179,13 +179,25 @@ def test_times_of_one_process_are_held_to_what_a_budget_may_cost() -> None:
     plain, fits = measured("plain", 1, 1.0, 1.0), measured("auto 1.10", 1, 1.004, 1.004)
     plain.cpu_s, fits.cpu_s = [2.0, 2.0], [2.02, 2.02]
     arms = {arm.name: arm for arm in (plain, fits, measured("auto 0.70", 1, 1.04, 1.04), measured("nvme", 1, 2.0, 2.0))}
-    found = {bar.what: bar.met for bar in time_bars("here", arms, plain, "auto 1.10")}
+    found = {bar.what: bar.met for bar in time_bars("here", arms, plain, "auto 1.10", "bare")}
     assert found == {
         "here: wall seconds of auto 1.10 / plain": True,
         "here: CPU seconds of auto 1.10 / plain": False,
         "here: throughput of auto 0.70 / plain": True,
     }
-    assert time_bars("here", {"plain": plain}, plain, "auto 1.10") == []
+    assert time_bars("here", {"plain": plain}, plain, "auto 1.10", "bare") == []
+
+
+def test_hooks_that_do_nothing_are_told_beside_a_budget_that_fits() -> None:
+    plain, bare, fits = (measured(name, 1, wall_s) for name, wall_s in (("plain", 1.0), ("bare", 2.0), ("fits", 3.0)))
+    for arm in (plain, bare, fits):
+        arm.cpu_s = arm.wall_s
+    found = time_bars("here", {arm.name: arm for arm in (plain, bare, fits)}, plain, "fits", "bare")
+    assert [(bar.what.removeprefix("here: "), bar.measured, bar.limit) for bar in found[::2]] == [
+        ("wall seconds of fits / plain", 3.0, 1.005),
+        ("wall seconds of bare / plain", 2.0, None),
+        ("wall seconds of fits / bare", 1.5, None),
+    ]
 
 
 def test_a_plan_is_held_to_its_budget_and_its_prediction() -> None:
