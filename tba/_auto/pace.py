@@ -10,12 +10,13 @@ import math
 from .._blocks.watch import Watch
 from .._config import OffloadConfig
 from .._plan import clock
-from .._plan.facts import Link, Spill
+from .._plan.facts import Facts, Link, Spill
 from .._transfer.build import host_shares
 from .._transfer.cost import Cost, Way
 
 # Bytes/s of a link that has not carried enough to tell, and that no setting slows down: a disk, and PCIe.
 _UNKNOWN, _UNKNOWN_ON_DEVICE = 1e9, 20e9
+_LEAST_OWN = 0.1  # of a step that is its own computation: that of a tiny model is mostly hooks
 _LAST = 0.5  # weight of the last step in what is known of the link: others may have run beside it
 
 
@@ -46,7 +47,8 @@ class Pace:
         else:
             rates, spill = _rates((cost.out, cost.back), link, _UNKNOWN, self._most, weight), None
         taken = _blend(cost.busy_per_byte_s, None if link is None else link.step_s_per_byte, 0.0, weight)
-        self.link = Link(*rates, taken, self._in_flight_bytes, spill)
+        hooks = _blend(cost.per_record_s, None if link is None else link.step_s_per_record, 0.0, weight)
+        self.link = Link(*rates, taken, self._in_flight_bytes, spill, hooks)
         return self.link
 
     def at(self, seen: Watch) -> float:
@@ -58,6 +60,15 @@ class Pace:
         cost = self._cost
         taken_s = cost.nbytes * self.link.step_s_per_byte / 2 if self.link is not None else 0.0
         return cost.waited_s + seen.aside_s + taken_s
+
+
+def without_hooks(facts: Facts, hooks_s: float) -> Facts:
+    """Return the facts of a step in which hooks took so long, without that time: few storages have records by a plan.
+
+    It was spread over the step, as what is saved is.
+    """
+    step_s = facts.step_s
+    return facts.scaled(max(_LEAST_OWN, 1 - hooks_s / step_s), replays=False) if hooks_s and step_s else facts
 
 
 def _rates(

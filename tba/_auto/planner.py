@@ -40,7 +40,7 @@ from .execution import Execution
 from .joint import ALONE, LOOKING, SURVEYING, TIMING, TRYING, Joint
 from .kind import Kind
 from .kinds import Kinds
-from .pace import Pace
+from .pace import Pace, without_hooks
 from .write_cap import write_cap
 
 _MOST_DEPARTURES = 3  # of steps called alike, which then are not watched any more: each watch runs every block again
@@ -270,7 +270,7 @@ class Planner:
     def _facts(self, kind: Kind, seen: Watch, link: Link) -> Facts:
         """Conclude the facts of a step, by which the next of its kind are planned."""
         seen.take_times_of_device()
-        facts = seen.facts(link, self._ledger.read_ahead_bytes)
+        facts = without_hooks(seen.facts(link, self._ledger.read_ahead_bytes), self._cost.hooks_s)
         kind.places = Places(shared=seen.shared)
         kind.visits = [*(module for module, _, _ in seen.visits), *(part.module for part in seen.parts)]
         return replace(facts, cap=self._cap(facts))
@@ -296,7 +296,8 @@ class Planner:
             reason = f"the inputs of {len(left)} blocks stay"
             self._set(kind, replace(self._decide(facts, budget_bytes, plan), reason=reason))
             return
-        step_s, lost_s, waited_s = seen.step_s, self._pace.lost_s(seen), self._cost.waited_s
+        step_s, waited_s = seen.step_s, self._cost.waited_s
+        lost_s = self._pace.lost_s(seen) + self._cost.hooks_s
         line, timed = seen.timeline, True
         if line is not None:
             before_s = plan.facts.step_s + plan.predicted.replayed_s + plan.derived_s

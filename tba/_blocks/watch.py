@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -217,18 +218,18 @@ class Watch:
         )
         blocks = []
         begins_s = _ascending(begin_s for _, begin_s, _ in self.visits)
-        for visit, (_, _, given) in enumerate(self.visits):
+        kinds = [type(module()) for module, _, _ in self.visits]
+        slowest_s = _slowest(zip(kinds, (end_s - begin_s for begin_s, end_s in pairwise(begins_s)), strict=False))
+        for visit, (kind, (_, _, given)) in enumerate(zip(kinds, self.visits, strict=True)):
             verdict = self._verdict(visit)
-            replay_s = verdict.seconds
-            if replay_s is not None and visit + 1 < len(begins_s):
-                # Beside the transfers of backward a trial may take longer than a replay will.
-                replay_s = min(replay_s, begins_s[visit + 1] - begins_s[visit])
+            replay_s = _at_most(verdict.seconds, slowest_s.get(kind))
             blocks.append(_block(begins_s[visit], replay_s, given, verdict.why_not))
+        slowest_parts_s = _slowest((part.kind, part.end_s - part.begin_s) for part in self.parts)
         for number, part in enumerate(self.parts):
             verdict = self._verdict(FIRST_PART - number)
             if part.leaks:
                 verdict = Verdict(None, "what it saves is saved again outside of it")
-            replay_s = None if verdict.seconds is None else min(verdict.seconds, part.end_s - part.begin_s)
+            replay_s = _at_most(verdict.seconds, slowest_parts_s[part.kind])
             block = _block(part.begin_s, replay_s, part.given, verdict.why_not)
             blocks.append(replace(block, within=part.block, kind=part.kind, first=part.first, last=part.last))
         return Facts(
@@ -304,6 +305,22 @@ class Places:
 def _block(begin_s: float, replay_s: float | None, given: Input, why_not: str) -> Block:
     stays_bytes, small_bytes = given.stays_bytes, given.small_bytes
     return Block(begin_s, replay_s, given.nbytes, why_not, stays_bytes=stays_bytes, small_bytes=small_bytes)
+
+
+def _slowest(runs: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+    """Return how long the slowest run of each kind took in forward.
+
+    A single run tells little: what transfers took is taken off where they end, which may be all of a run's time.
+    """
+    found: dict[Any, float] = {}
+    for kind, took_s in runs:
+        found[kind] = max(took_s, found.get(kind, 0.0))
+    return found
+
+
+def _at_most(trial_s: float | None, forward_s: float | None) -> float | None:
+    """Return what running again takes: as the trial did, which transfers of backward may slow down, or forward did."""
+    return trial_s if trial_s is None or forward_s is None else min(trial_s, forward_s)
 
 
 def _ascending(times_s: Iterable[float]) -> list[float]:

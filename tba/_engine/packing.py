@@ -183,7 +183,13 @@ class Packing:
             return self._weight(tensor)
         if seen is SMALL:
             return self.keep(tensor, tensor.nbytes, TOO_SMALL)
-        packed = self._full(tensor, seen, None)
+        if self._execution is not None and tensor.is_cpu:
+            cost, numbers = self._mover.cost, self.numbers
+            begun = cost.begin_work()
+            packed = self._full(tensor, seen, None)
+            cost.work(begun, self.numbers - numbers)
+        else:
+            packed = self._full(tensor, seen, None)
         if step.task == -1 and (step.mode is RECORDING or (step.countable and step.mode is FULL)):
             if seen is ODD:
                 tensor, seen = self._within(tensor)

@@ -15,6 +15,7 @@ Wants the engine's lock held.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 
@@ -46,7 +47,9 @@ class Pending:
         compressor: Compressor | None,
         derivations: Derivations | None,
         execution: Execution | None,
+        cost: Cost,
     ) -> None:
+        self._cost = cost
         self._write_behind = write_behind
         self._counters = counters
         self.derivations = derivations
@@ -123,18 +126,27 @@ class Pending:
         return compared
 
     def _compare(self, record: Record) -> None:
-        execution, derivations = self._execution, self.derivations
-        if derivations is not None and execution is not None and execution.tries(record):
+        derivations = self.derivations
+        replaced: bool | None = False
+        if derivations is not None:
+            begun_s = time.perf_counter()
+            self._find_cost(record, derivations)
+            replaced = derivations.replaces(record)
+            self._cost.leave_out(time.perf_counter() - begun_s)
+        if replaced is not None:
+            self._compared(record, replaced=replaced)
+
+    def _find_cost(self, record: Record, derivations: Derivations) -> None:
+        """Find out what making a record again takes, if a plan is to be made next."""
+        if (execution := self._execution) is not None and execution.tries(record):
             with execution.apart():
                 found = derivations.cost(record)
             if found is not None:
                 execution.derivable(record, *found)
-        replaced = derivations is not None and derivations.replaces(record)
-        if replaced is not None:
-            self._compared(record, replaced=replaced)
 
-    def end_step(self, cost: Cost, worth: Worth, numbers: int) -> None:
-        """End a step, in which transfers took `cost`; so many records have been made since the start."""
+    def end_step(self, worth: Worth, numbers: int) -> None:
+        """End a step; so many records have been made since the start."""
+        cost = self._cost
         worth.end_step(cost.per_byte_s)
         if self.compressor is not None:
             further_byte_s = cost.per_further_byte_s if worth.settled else 0.0

@@ -134,6 +134,7 @@ class Saver(ForkAware):
             compressor=self.compressor,
             derivations=self.derivations,
             execution=execution,
+            cost=mover.cost,
         )
         self.rest = Rest.of(config, model)
         self.read_ahead = read_ahead = ReadAhead(
@@ -578,7 +579,7 @@ class Saver(ForkAware):
         """Tell what decides about later steps of one that ends."""
         mover, moved_bytes = self.mover, self.mover.sent_bytes
         worth_bytes = self._packing.worth_bytes - step.before_bytes + step.passed_bytes
-        self.pending.end_step(mover.cost, self.worth, self._packing.numbers)
+        self.pending.end_step(self.worth, self._packing.numbers)
         self.counters.kept_by_reason[FITS] += step.passed_bytes
         if self.planner is not None:
             entries = step.written_down if moved_bytes <= self.ledger.expected.sent_bytes else None

@@ -75,6 +75,16 @@ class Unpacking:
         self._packing = packing
 
     def tensor(self, record: Record, view: View, task: int, to_code: bool) -> Tensor:
+        """Do as `_answer` says, and count the work if plans are made from it."""
+        if self._execution is None or record.stream is not None or record.state is DERIVED:
+            return self._answer(record, view, task, to_code)
+        begun = self._mover.cost.begin_work()
+        tensor = self._answer(record, view, task, to_code)
+        with self._lock:
+            self._mover.cost.work(begun, 0)
+        return tensor
+
+    def _answer(self, record: Record, view: View, task: int, to_code: bool) -> Tensor:
         """Give the tensor that was saved as `view` of a record, to graph task `task` (-1: no backward asks).
 
         Args:

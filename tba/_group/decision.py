@@ -170,6 +170,7 @@ def _slowest(base: Link, links: Sequence[Link]) -> Link:
         read_bytes_per_s=min(each.read_bytes_per_s for each in links),
         step_s_per_byte=max(each.step_s_per_byte for each in links),
         in_flight_bytes=min(each.in_flight_bytes for each in links),
+        step_s_per_record=max(each.step_s_per_record for each in links),
         spill=min(spills, key=lambda each: (each.host_bytes, each.write_bytes_per_s), default=None),
     )
 

@@ -64,7 +64,8 @@ def gone_bytes(facts: Facts, limit_bytes: int, recomputed: Iterable[int]) -> int
 def least_s(facts: Facts, written_bytes: float, replayed_s: float) -> float:
     """Return the least seconds of a step that writes so many bytes, reads them back and recomputes for so long."""
     link, spill = facts.link, facts.link.spill
-    taken_s = written_bytes * link.step_s_per_byte / 2
+    fewest = written_bytes / max(1, facts.largest_bytes)
+    taken_s = (written_bytes * link.step_s_per_byte + fewest * link.step_s_per_record) / 2
     out_s, back_s = written_bytes / link.write_bytes_per_s, written_bytes / link.read_bytes_per_s
     if spill is not None:  # what host memory has no room for has been written to the disk by then
         spilled_bytes = max(0.0, written_bytes - spill.host_bytes - spill.queued_bytes)

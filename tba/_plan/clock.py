@@ -32,6 +32,10 @@ class Clock:
         """Give the seconds that a wait of so many counts for."""
         return seconds
 
+    def worked_s(self, seconds: float) -> float:
+        """Give the seconds that the engine's own work of so many counts for."""
+        return seconds
+
     def carried(self, ticket: Ticket) -> Carried:
         """Tell when a transfer that has ended ran, and what it took."""
         return Carried(ticket.started_s, ticket.ended_s, ticket.cpu_s)

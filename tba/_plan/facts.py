@@ -141,6 +141,7 @@ class Link:
             caches and memory bandwidth from the computation.
         in_flight_bytes: most bytes on their way out at once.
         spill: what is at its other end, if that is host memory with a disk beneath it.
+        step_s_per_record: seconds that hooks take for each storage that goes out and comes back.
     """
 
     write_bytes_per_s: float
@@ -148,6 +149,7 @@ class Link:
     step_s_per_byte: float = 0.0
     in_flight_bytes: int = 40 << 20
     spill: Spill | None = None
+    step_s_per_record: float = 0.0
 
     def slowed(self, times: float) -> Link:
         """Return a link that is so many times slower, and its disk too."""

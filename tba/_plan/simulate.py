@@ -270,6 +270,11 @@ class _Step:
         if nbytes > self.peak_bytes:
             self.peak_bytes, self.found.peak = nbytes, Moment(now_s, kept, out, back, replayed)
 
+    def taken_s(self, nbytes: int) -> float:
+        """Seconds that a storage takes from the computation to go out, or to come back."""
+        link = self.facts.link
+        return (nbytes * link.step_s_per_byte + link.step_s_per_record) / 2
+
     def send(self, numbers: list[int], now_s: float) -> float:
         """Queue writes of what is kept, waiting for room; returns the time after it."""
         link = self.facts.link
@@ -284,7 +289,7 @@ class _Step:
             self.way.write(number, now_s)
             self.kept -= nbytes
             self.out += nbytes
-            self.late_s += nbytes * link.step_s_per_byte / 2
+            self.late_s += self.taken_s(nbytes)
             self.found.moved_bytes += nbytes
         numbers.clear()
         return now_s
@@ -292,7 +297,7 @@ class _Step:
     def read(self, number: int, now_s: float) -> float:
         """Queue a read; returns when it ends."""
         nbytes = self.facts.saved[number].nbytes
-        self.late_s += nbytes * self.facts.link.step_s_per_byte / 2
+        self.late_s += self.taken_s(nbytes)
         self.back += nbytes
         return self.way.read(number, now_s)
 

@@ -54,6 +54,9 @@ class Counted(Clock):
     def waited_s(self, seconds: float) -> float:
         return 0.0
 
+    def worked_s(self, seconds: float) -> float:
+        return 0.0
+
     def carried(self, ticket: Ticket) -> Carried:
         begun_s = self._moved_s
         self._moved_s += ticket.moved_bytes / self._rate

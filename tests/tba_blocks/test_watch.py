@@ -1,13 +1,17 @@
-"""Where a planned step finds the places of what it saves: `Places`."""
+"""Where a planned step finds the places of what it saves: `Places`; what a watched one says that a replay takes."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from tba._blocks.given import Input
 from tba._blocks.shared_storages import AtHand, SharedStorages
+from tba._blocks.trial import Verdict
 from tba._blocks.watch import Places, Watch
-from tba._plan.facts import OUTSIDE, Place, input_place
+from tba._plan.facts import OUTSIDE, Link, Place, input_place
 
 SHARED = Place(OUTSIDE, -1)
 NOTHING = AtHand()
@@ -72,3 +76,15 @@ def test_what_is_shared_but_not_near_is_told_by_its_bytes() -> None:
 def test_where_the_block_that_saved_it_first_saves_it_nothing_is_lent() -> None:
     places = Places({SHARED: 8, Place(1, 0): 4}, shared())
     assert places.find(Watch(0.0), 1, NOTHING, None, 8) is None
+
+
+def test_a_replay_takes_what_its_trial_took_where_transfers_hide_what_forward_took() -> None:
+    """Four calls of a block, two seconds each, of which transfers that end in the second and third take it all away."""
+    block = torch.nn.Identity()
+    seen = Watch(0.0, asked={0: 8.0, 1: 9.0})
+    for visit, begin_s in enumerate((0.0, 2.0, 1.0, 1.5)):
+        seen.visit(block, begin_s, ())
+        trial: Any = SimpleNamespace(verdict=Verdict(1.5 if visit < 3 else 4.0))
+        seen.trials[visit] = trial
+    facts = seen.facts(Link(1e9, 1e9), 0)
+    assert [each.replay_s for each in facts.blocks] == [1.5, 1.5, 1.5, 2.0]  # beside transfers the last trial was slow

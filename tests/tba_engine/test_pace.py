@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tba._auto.pace import Pace
+from support.plans import layers
+from tba._auto.pace import Pace, without_hooks
 from tba._config import OffloadConfig
+from tba._plan import clock
+from tba._plan.clock import Clock
 from tba._transfer.cost import Cost, Way
 
 MB = 10**6
@@ -28,3 +32,31 @@ def test_a_link_is_not_faster_than_its_limit(limit: str | None, seen: float, tak
 def test_a_limited_link_that_has_carried_too_little_is_as_fast_as_its_limit() -> None:
     link = pace(Way(), Way(), max_write_rate="100MB").learn(planned=False, on_device=False)
     assert (link.write_bytes_per_s, link.read_bytes_per_s) == (100 * MB, 1000 * MB)
+
+
+def test_hooks_of_a_record_cost_what_they_took_beside_waiting_and_deriving(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 10.0
+    monkeypatch.setattr("tba._transfer.cost.time", SimpleNamespace(perf_counter=lambda: now_s))
+    monkeypatch.setattr(clock, "current", Clock())
+    cost = Cost()
+    pace = Pace(OffloadConfig(tier="auto"), cost, 1)
+    for records in (1, 0):  # pack, and unpack
+        begun = cost.begin_work()
+        now_s += 7.0
+        cost.wait(4.0)
+        cost.leave_out(2.0)
+        cost.work(begun, records)
+    assert (cost.hooks_s, cost.records, cost.waited_s) == (2.0, 1, 8.0)
+    assert pace.learn(planned=False, on_device=False).step_s_per_record == 2.0
+    cost.end_step()
+    assert (cost.hooks_s, cost.records) == (0.0, 0)
+    assert pace.learn(planned=True, on_device=False).step_s_per_record == 2.0  # a step without records tells nothing
+
+
+def test_a_watched_step_counts_without_what_its_hooks_took() -> None:
+    facts = layers(4, 4)
+    found = without_hooks(facts, facts.step_s / 4)
+    assert found.step_s == pytest.approx(0.75 * facts.step_s)
+    assert [each.replay_s for each in found.blocks] == [each.replay_s for each in facts.blocks]  # tried apart
+    assert without_hooks(facts, 0.0) is facts
+    assert without_hooks(facts, 2 * facts.step_s).step_s > 0

@@ -32,6 +32,8 @@ from support.planned import (
 from tba import BudgetError, ConfigError, OffloadConfig, Offloader
 from tba._blocks.forwards import Forwards
 from tba._blocks.trial import Trial
+from tba._plan import clock
+from tba._transfer.cost import Cost
 
 
 @pytest.mark.parametrize("share", [0.35, 0.6, 0.85])
@@ -340,3 +342,27 @@ def test_the_papers_rule_is_a_policy(auto: Callable[..., Offloader]) -> None:
 def test_the_papers_rule_knows_no_budget(other: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"policy='tba' was given with tier=.*, memory_budget="):
         OffloadConfig(policy="tba", **({"tier": "auto"} | other))
+
+
+def test_hooks_are_timed_for_records_alone(auto: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch) -> None:
+    worked: list[float] = []
+    monkeypatch.setattr(type(clock.current), "worked_s", lambda self, seconds: worked.append(seconds) or 1.0)
+    training = Training()
+    offload = auto(training.model, memory_budget=int(0.6 * saved_bytes()))
+    costs: list[tuple[int, int]] = []
+    end_step = Cost.end_step
+
+    def end(cost: Cost) -> None:
+        costs.append((cost.records, round(cost.hooks_s)))
+        end_step(cost)
+
+    monkeypatch.setattr(Cost, "end_step", end)
+    plans = follow(offload, training, 6)
+    assert worked
+    assert all(seconds >= 0 for seconds in worked)
+    last = plans[-1]
+    assert last
+    watched, followed = costs[0], costs[-1]
+    assert watched[0] >= len(last.facts.saved)  # each has a record while nothing is known
+    assert len(last.moved) <= followed[0] < watched[0]
+    assert followed[1] >= 2 * len(last.moved)  # saved once, and asked for

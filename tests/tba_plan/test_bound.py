@@ -34,7 +34,8 @@ def test_what_is_held_only_in_backward_is_none_of_forwards() -> None:
 @settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.integers(1, 8), min_size=2, max_size=8), st.floats(0.3, 1.0), st.sampled_from([1e9, 1e8, 2e7]))
 def test_no_plan_of_storages_is_below(sizes: list[int], share: float, rate: float) -> None:
-    facts = storages([size * MIB for size in sizes], Link(rate, rate, 1e-10), read_ahead_bytes=4 * MIB)
+    link = Link(rate, rate, 1e-10, step_s_per_record=1e-3)
+    facts = storages([size * MIB for size in sizes], link, read_ahead_bytes=4 * MIB)
     budget = int(share * facts.saved_bytes)
     bound = lower_bound_s(facts, budget)
     every = range(len(facts.saved))

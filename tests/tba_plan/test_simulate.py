@@ -61,6 +61,15 @@ def test_transfers_cost_the_step_what_the_link_says() -> None:
     assert found.step_s == pytest.approx(facts.step_s + moved * 0.5e-9, rel=1e-6)
 
 
+def test_hooks_cost_the_step_as_much_for_a_small_storage_as_for_a_large_one() -> None:
+    link = Link(1e15, 1e15, step_s_per_record=1e-3)
+    for nbytes in (MIB, 8 * MIB):
+        facts = storages([nbytes] * 10, link)
+        found = simulate(facts, (0, 1, 2), ())
+        assert found.read_bytes == 3 * nbytes
+        assert found.step_s == pytest.approx(facts.step_s + 3e-3, rel=1e-6)
+
+
 def test_a_block_that_recomputes_keeps_its_input_and_comes_back_whole() -> None:
     facts = layers(4, 4, input_bytes=MIB)
     found = simulate(facts, (), (0, 1, 2, 3))
