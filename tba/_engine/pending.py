@@ -129,10 +129,10 @@ class Pending:
         derivations = self.derivations
         replaced: bool | None = False
         if derivations is not None:
-            begun_s = time.perf_counter()
+            begun_s = time.thread_time()
             self._find_cost(record, derivations)
             replaced = derivations.replaces(record)
-            self._cost.leave_out(time.perf_counter() - begun_s)
+            self._cost.leave_out(time.thread_time() - begun_s)
         if replaced is not None:
             self._compared(record, replaced=replaced)
 

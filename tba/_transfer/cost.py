@@ -67,7 +67,7 @@ class Cost:
         cpu_s: CPU seconds that this took.
         least_cpu_s_per_byte: of the cheapest transfer; that much another byte costs in a transfer that happens anyway.
         waited_s: seconds that forward and backward waited for transfers.
-        hooks_s: seconds that hooks took for records in host memory, beside waiting and deriving.
+        hooks_s: CPU seconds that hooks took for records in host memory, beside deriving.
         records: made in host memory.
         out, back: the two directions.
         disk_out, disk_back: those of a disk beneath the host memory that a device's link leads to.
@@ -85,7 +85,7 @@ class Cost:
     disk_out: Way = field(default_factory=Way)
     disk_back: Way = field(default_factory=Way)
     device: Aside | None = None
-    _outside_s: float = 0.0  # ever, of the hooks' time: waiting, deriving
+    _outside_s: float = 0.0  # ever, of the hooks' time: deriving
 
     def add(self, nbytes: int, carried: Carried, way: Way | None) -> None:
         """Count a transfer that has ended and moved `nbytes`, on its `way`: None if the store had nothing to move."""
@@ -121,13 +121,15 @@ class Cost:
 
     def wait(self, seconds: float, begun: Any = None) -> None:
         self.waited_s += clock.current.waited_s(seconds)
-        self._outside_s += seconds
         if self.device is not None:
             self.device.step_back(begun)
 
     def begin_work(self) -> float:
-        """Begin a hook's work for a record in host memory; pass the result to `work` at its end."""
-        return time.perf_counter() - self._outside_s
+        """Begin a hook's work for a record in host memory; pass the result to `work` at its end, on this thread.
+
+        By the CPU's clock: what it waits for, the interpreter's lock too, is counted with transfers.
+        """
+        return time.thread_time() - self._outside_s
 
     def work(self, begun: float, records: int) -> None:
         """Count a hook's work, which made so many records."""
