@@ -109,6 +109,8 @@ class Packing:
         self._write_behind = write_behind
         self._model = model
         self._execution = execution
+        # With a codec what stays has records too, in a planned step as in a watched one: hooks are no cost of moving.
+        self._times = execution is not None and self._compressor is None
         self._decisions = policy.decisions(config.tier, compresses=config.compress is not None)
         self._sizes = Sizes.of(int(config.min_tensor_bytes))
 
@@ -183,7 +185,7 @@ class Packing:
             return self._weight(tensor)
         if seen is SMALL:
             return self.keep(tensor, tensor.nbytes, TOO_SMALL)
-        if self._execution is not None and tensor.is_cpu:
+        if self._times and tensor.is_cpu:
             cost, numbers = self._mover.cost, self.numbers
             begun = cost.begin_work()
             packed = self._full(tensor, seen, None)

@@ -73,10 +73,11 @@ class Unpacking:
         self._readings = readings
         self._execution = execution
         self._packing = packing
+        self._times = execution is not None and self._compressor is None  # as packing does
 
     def tensor(self, record: Record, view: View, task: int, to_code: bool) -> Tensor:
         """Do as `_answer` says, and count the work if plans are made from it."""
-        if self._execution is None or record.stream is not None or record.state is DERIVED:
+        if not self._times or record.stream is not None or record.state is DERIVED:
             return self._answer(record, view, task, to_code)
         begun = self._mover.cost.begin_work()
         tensor = self._answer(record, view, task, to_code)
