@@ -337,16 +337,18 @@ class Execution:
         """Note that making a record again from those of these numbers takes so long, and gives the same bits."""
         self._seen().derivable[record.number] = seconds, sources
 
-    def joined(self, record: Record) -> None:
-        """Note that a record is saved once more."""
+    def joined(self, record: Record) -> bool:
+        """Note that a record is saved once more; whether that makes it the step's: a trial was the first to save it."""
         if record.number in self.put_aside:
             if self.saved(record):
                 record.go()
+            return record.number not in self.put_aside
         elif self._now is not None and not (self._thread.aside or self._now.turned):
             if self.kind.plan is None:
                 self._now.again(self._thread.block, record.number, self._thread.at_hand, record.root())
             else:
                 self._now.saved_elsewhere.add(self._thread.block)
+        return False
 
     def packed(self, record: Record) -> None:
         """Note that a record's operator has finished; what a codec has left of it, or that others give it again."""

@@ -57,9 +57,7 @@ class Pace:
 
     def lost_s(self, seen: Watch) -> float:
         """Seconds of the step that it has waited, that trials took, and that transfers have taken from it."""
-        cost = self._cost
-        taken_s = cost.nbytes * self.link.step_s_per_byte / 2 if self.link is not None else 0.0
-        return cost.waited_s + seen.aside_s + taken_s
+        return self._cost.waited_s + seen.aside_s + self._cost.cpu_s
 
 
 def without_hooks(facts: Facts, hooks_s: float) -> Facts:

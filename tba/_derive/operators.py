@@ -9,7 +9,8 @@ hook returned for the tensor without calling the unpack hook. Observed on torch 
   own `result`, attention its `output`: such a tensor is in the graph already and is never recomputed, but other tensors
   are computed from it;
 * a Python number is saved as a 0-dimensional tensor that no hook sees;
-* layer norm saves everything but `eps` (see `find_eps`).
+* layer norm saves everything but `eps` (see `find_eps`); group norm and batch norm save everything but their bias, a
+  parameter, which autograd knows where to add the gradient of.
 
 Elementwise kernels give equal bits for equal operands with equal strides and an equal number of threads: chunks and
 vector tails depend on nothing else, and not on the address.
@@ -52,6 +53,7 @@ class Operator(NamedTuple):
         holds: (operands and extras, scalars) -> whether scalars found before still give what the operator saved, at far
             less than the cost of `find`; False if that does not tell. Operands that are not at hand are None.
         optional: operands that may be absent (a norm's weight); present ones are saved.
+        bias: the place of an operand that is a parameter no node saves; it is absent where the one before it is.
         moves: computes nothing: a view, or a copy into another order.
         amplifies: a small error of an operand may become a large error of the result, by cancellation or division.
     """
@@ -63,6 +65,7 @@ class Operator(NamedTuple):
     find: Callable[[list[Any], Scalars], tuple[Scalars, Tensor]] | None = None
     holds: Callable[[list[Any], Scalars], bool] | None = None
     optional: tuple[str, ...] = ()
+    bias: int | None = None
     moves: bool = False
     amplifies: bool = False
 
@@ -75,6 +78,25 @@ def _simple(
 
 def _view(run: Callable[[Tensor, Scalars, Output], Tensor], *scalars: str) -> Operator:
     return Operator((None,), lambda tensors, values, output: run(tensors[0], values, output), scalars, moves=True)
+
+
+def _norm(run: Callable[[list[Any], Scalars], Tensor], *scalars: str) -> Operator:
+    """Return a norm of `input` with a weight that it saves and a bias that it does not, both absent or neither."""
+    operands = "input", "weight", None
+    return Operator(operands, lambda t, s, _: run(t, s), scalars, optional=("weight",), bias=2)
+
+
+def _batch_norm(tensors: list[Any], scalars: Scalars) -> Tensor:
+    """Run batch norm with the statistics of the batch, and leave the running ones as they are.
+
+    Raises:
+        RuntimeError: it ran with the running statistics, as in evaluation, which have changed since.
+    """
+    trains, eps = scalars
+    if not trains:
+        raise RuntimeError("batch norm in evaluation: keep its result, as the running statistics may change")
+    x, weight, bias = tensors
+    return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
 
 
 _last_eps: dict[Any, float] = {}  # by normalized shape, the one to try first
@@ -177,6 +199,8 @@ OPERATORS: Final[Mapping[str, Operator]] = {
         holds=eps_holds,
         optional=("weight", "bias"),
     ),
+    "NativeGroupNormBackward0": _norm(lambda t, s: torch.native_group_norm(*t, *s)[0], "N", "C", "HxW", "group", "eps"),
+    "NativeBatchNormBackward0": _norm(_batch_norm, "training", "eps"),
     "ToCopyBackward0": Operator((None,), lambda t, _, output: t[0].to(output.dtype, copy=True)),
     "CloneBackward0": _view(lambda x, _s, _o: x.clone()),
     **dict.fromkeys(_RESHAPES, _view(lambda x, _, output: x.reshape(output.shape))),

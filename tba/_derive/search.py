@@ -142,10 +142,13 @@ class _Finder:
         if len(edges) != len(operator.operands):
             return None
         operands: list[Any] = []
-        for saved_as, edge in zip(operator.operands, edges, strict=True):
+        for place, (saved_as, edge) in enumerate(zip(operator.operands, edges, strict=True)):
             found: Any = None if saved_as is None else self._saved(node, saved_as, used, made_by=edge[0])
             if found is None:
-                if saved_as in operator.optional:  # absent, unless another hook has it
+                if place == operator.bias:
+                    if operands[-1] is not None and (found := self._parameter(edge[0], used)) is None:
+                        return None
+                elif saved_as in operator.optional:  # absent, unless another hook has it
                     raw = getattr(node, f"_raw_saved_{saved_as}", None)
                     if raw is None or raw.data is not None:
                         return None
@@ -176,6 +179,12 @@ class _Finder:
         # Numbers are saved without a hook; so are tensors saved outside any hook, which may still be edited.
         is_number = made_by is None and isinstance(packed, Tensor) and not packed.dim() and packed.is_cpu
         return packed.item() if is_number and not packed._version else None
+
+    def _parameter(self, node: Any, used: int) -> Operand | None:
+        """A parameter, by the node that adds up its gradient; None if it has none. Its version now stands for that of
+        then: what is made from it is compared, or checked, as all is."""
+        parameter = getattr(node, "variable", None)
+        return None if parameter is None else self._source((parameter, parameter._version), used, upstream=False)
 
     def _source(self, packed: Any, used: int, *, upstream: bool) -> Operand | None:
         depth = 0 if self._about is None else self._about(packed, upstream)

@@ -25,7 +25,7 @@ from .._plan.policy import KEEP, SEND, SHRINK, TOO_SMALL
 from .._record.joint import joined
 from .._record.known import Known
 from .._record.plain import Shell, held_bytes, opened, shown_bytes, why_not_plain
-from .._record.record import Record
+from .._record.record import PENDING, Record
 from .._record.sighting import ODD, SMALL, WEIGHT, Chains, Sighting, Sizes, Stays, recognise
 from .._record.user_code import Detached
 from .._record.view import View, span
@@ -281,7 +281,7 @@ class Packing:
         if self._compressor is not None:
             kind = self._kind(tensor, within, self._compressor)
         if seen.mark is not None and (record := self._find(tensor, seen, begin, end, kind, within)) is not None:
-            self._join(record, tensor, nbytes)
+            self._join(record, tensor, nbytes, apart=within is None)
             return record, view
         place = (begin, end) if nbytes >= seen.storage_bytes else seen.range_to_move(begin, end, self._sizes)
         if place is None:
@@ -329,12 +329,12 @@ class Packing:
             record.watch(within.counter)
         return record
 
-    def _join(self, record: Record, tensor: Tensor, nbytes: int) -> None:
-        """Count one more tensor that looks at a record."""
+    def _join(self, record: Record, tensor: Tensor, nbytes: int, *, apart: bool) -> None:
+        """Count one more tensor that looks at a record; `apart`: it is within no wrapper."""
         self._counters.duplicate_bytes += nbytes
         record.add_saver()
-        if self._execution is not None:
-            self._execution.joined(record)
+        if self._execution is not None and self._execution.joined(record) and record.state is PENDING and apart:
+            self._look_for(record)
         if record.stream is not None:
             streams.also_used(tensor, record.stream)
 
@@ -381,18 +381,20 @@ class Packing:
             record.go()
         if self._compressor is not None:
             self._compressor.choose(record, kind)
-        if (
-            self._derivations is not None
-            and apart
-            and (self._derives_all or (execution is not None and execution.derives))
-        ):
-            may = self._derives_all or record.follows or (execution is not None and execution.tries(record))
-            self._derivations.look_for(record, may=may, notes=self._derives_all)
+        if apart:
+            self._look_for(record)
         if record.offloaded:
             self._counters.offloaded_bytes += record.logical_bytes
         else:
             self._counters.kept_by_reason[reason] += record.logical_bytes
         self._pending.add(sequence_nr(), record)
+
+    def _look_for(self, record: Record) -> None:
+        """Find how others may give a record again, if that is of use."""
+        derivations, execution, derives_all = self._derivations, self._execution, self._derives_all
+        if derivations is not None and (derives_all or (execution is not None and execution.derives)):
+            may = derives_all or record.follows or (execution is not None and execution.tries(record))
+            derivations.look_for(record, may=may, notes=derives_all)
 
     def _odd(self, tensor: Tensor, within: Within | None) -> Packed:
         """Pack a tensor that is not plain: a subclass, sparse, meta, ..."""

@@ -348,7 +348,8 @@ class Facts:
         """
         if not derived:
             return self
-        costs = [each.derive_s or 0.0 if index in derived else 0.0 for index, each in enumerate(self.saved)]
+        hooks_s = self.link.step_s_per_record
+        costs = [(each.derive_s or 0.0) + hooks_s if index in derived else 0.0 for index, each in enumerate(self.saved)]
         order = self.order_wanted
         late_s = dict(zip(order, accumulate((costs[index] for index in order), initial=0.0), strict=False))
         asks_s, lates_s = zip(*((self.saved[index].wanted_s, late_s[index]) for index in order), strict=True)

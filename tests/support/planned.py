@@ -50,6 +50,13 @@ class Edited(Block):
         return x + self.down(wide)
 
 
+class Gated(Block):
+    """Ends with an activation, which the next block saves: the one's own saved tensor gives it again."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return nn.functional.silu(x + self.down(nn.functional.gelu(self.up(x))))
+
+
 class Net(nn.Module):
     """A stack of blocks."""
 

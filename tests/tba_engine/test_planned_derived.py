@@ -10,8 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.planned import LAYERS, ROWS, WIDTH, Edited, Training, assert_equal, follow, records, saved_bytes, train
+from support.planned import (
+    LAYERS,
+    ROWS,
+    WIDTH,
+    Edited,
+    Gated,
+    Training,
+    assert_equal,
+    follow,
+    records,
+    saved_bytes,
+    train,
+)
 from tba import EditedError, Offloader
+from tba._plan.facts import OUTSIDE
 from tba._plan.no_plan import NoPlan
 from tba._plan.plan import Plan
 
@@ -63,6 +76,19 @@ def test_what_a_plan_derives_may_follow_from_what_moves(auto: Auto) -> None:
     assert plan
     moved = plan.sends.keys()
     assert any(moved & {*plan.facts.saved[index].sources} for index in plan.derived)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.9])
+def test_what_is_derivable_does_not_depend_on_what_has_gone_by_then(share: float, auto: Auto) -> None:
+    """Nor on whether the output of one block, which the trial of that keeps, is the input of the next."""
+    training = Training(Gated)
+    offload = auto(training.model, memory_budget=int(share * saved_bytes(Gated)))
+    plan = follow(offload, training, 4)[-1]
+    assert_equal(training.state(), train(None, Training(Gated), steps=4))
+    assert plan
+    derivable = {(each.place.block, each.place.number) for each in plan.facts.saved if each.derive_s is not None}
+    inputs, wide = {(block, 0) for block in (*range(1, LAYERS), OUTSIDE)}, {(block, 2) for block in range(LAYERS)}
+    assert derivable == inputs | wide
 
 
 def test_nothing_is_derived_where_that_is_off(auto: Auto) -> None:

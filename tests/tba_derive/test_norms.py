@@ -1,0 +1,113 @@
+"""Derived tensors: group norm and batch norm, whose bias nobody saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from support.derive import derived_of, exact, threads
+
+CHANNELS = 7  # of 301 columns of large operands, beside which a norm's weights are small enough to copy
+
+NORMS = {
+    "group": lambda **how: nn.GroupNorm(1, CHANNELS, **how),
+    "groups": lambda **how: nn.GroupNorm(CHANNELS, CHANNELS, eps=1e-2, **how),
+    "batch": lambda **how: nn.BatchNorm1d(CHANNELS, **how),
+    "batch, no running statistics": lambda **how: nn.BatchNorm1d(CHANNELS, track_running_stats=False, **how),
+}
+
+
+def apply(norm: nn.Module, x: Tensor) -> Tensor:
+    """The norm of rows of seven channels."""
+    found: Tensor = norm(x.view(len(x), CHANNELS, -1))
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_is_made_again(name: str, affine: bool, dtype: torch.dtype, count: int) -> None:
+    norm = NORMS[name](affine=affine).to(dtype)
+    if affine:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    with threads(count):
+        made, nbytes = derived_of(lambda x, y: apply(norm, x), layout="large", dtype=dtype)
+    assert made == nbytes
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_what_has_a_bias_that_no_node_knows_is_stored(name: str) -> None:
+    norm = NORMS[name](affine=True)
+    norm.bias.requires_grad_(False)
+    assert derived_of(lambda x, y: apply(norm, x), layout="large")[0] == 0
+
+
+@pytest.mark.parametrize("frozen", ["weight", "input"])
+def test_what_else_needs_no_gradient_is_no_matter(frozen: str) -> None:
+    norm = nn.GroupNorm(1, CHANNELS)
+    norm.weight.requires_grad_(frozen != "weight")
+    made, nbytes = derived_of(lambda x, y: apply(norm, x.detach() if frozen == "input" else x), layout="large")
+    assert made == (0 if frozen == "input" else nbytes)  # that has no node that tells of an edit
+
+
+def test_a_batch_norm_in_evaluation_is_stored() -> None:
+    norm = nn.BatchNorm1d(CHANNELS).eval()
+    assert derived_of(lambda x, y: apply(norm, x), layout="large")[0] == 0
+
+
+def test_running_statistics_are_updated_once_a_step() -> None:
+    def train(context: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv1d(CHANNELS, CHANNELS, 3), nn.BatchNorm1d(CHANNELS), nn.SiLU(), nn.Flatten())
+        for number in range(4):
+            with context:
+                loss = model(torch.linspace(-1, 1 + number, 64 * CHANNELS * 99).view(64, CHANNELS, 99)).square().mean()
+            loss.backward()
+        return [*(parameter.grad for parameter in model.parameters() if parameter.grad is not None), *model.buffers()]
+
+    offload = exact()
+    try:
+        found, wanted = train(offload), train(torch.enable_grad())
+        assert offload.stats().derived_bytes > 0
+    finally:
+        offload.close()
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("edited", ["weight", "bias"])
+def test_a_bias_may_be_edited_before_backward_and_a_weight_as_in_plain_pytorch(edited: str) -> None:
+    """The bias has been copied; PyTorch raises for a weight that a node has saved."""
+
+    def train(context: Any) -> Tensor | None:
+        torch.manual_seed(0)
+        norm = nn.GroupNorm(1, CHANNELS)
+        x = torch.linspace(-1, 1, 257 * 301).view(257, CHANNELS, -1).requires_grad_()
+        for _ in range(4):
+            x.grad = None
+            with context:
+                loss = functional.silu(norm(x * 2)).square().sum()
+            with torch.no_grad():
+                getattr(norm, edited).add_(1)
+            loss.backward()
+        return x.grad
+
+    offload = exact()
+    try:
+        if edited == "weight":
+            for context in (offload, torch.enable_grad()):
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    train(context)
+            return
+        found, wanted = train(offload), train(torch.enable_grad())
+        assert offload.stats().derived_bytes > 0
+    finally:
+        offload.close()
+    assert found is not None
+    assert wanted is not None
+    assert torch.equal(found, wanted)
