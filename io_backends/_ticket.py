@@ -62,7 +62,7 @@ class Ticket:
         location: where a read comes from, or where a write went, known once it has succeeded.
         moved_bytes: physical bytes moved, padding included (0 until done).
         started_s, ended_s: `time.perf_counter()` around the transfer, for timelines.
-        cpu_s: CPU seconds on the thread that ran it.
+        cpu_s: CPU seconds on the thread that ran it; a worker's since the ticket before.
         error: the exception that ended it, or None.
         state: where it is in its life.
         watch: who moves the bytes; set by the store.
@@ -169,11 +169,14 @@ class Ticket:
         self._unclaimed = _CLAIMED
         return True
 
-    def run(self, clock: Callable[[], float]) -> None:
-        """For stores: do the work on this thread, then `finish`. Never raises: the ticket carries errors."""
+    def run(self, clock: Callable[[], float], begun_cpu_s: float | None = None) -> None:
+        """For stores: do the work on this thread, then `finish`. Never raises: the ticket carries errors.
+
+        `begun_cpu_s`: the thread's CPU time from which on it counts as the ticket's; None for now.
+        """
         work, before = self._work, self._before
         assert work is not None
-        begun_cpu_s = time.thread_time()
+        begun_cpu_s = time.thread_time() if begun_cpu_s is None else begun_cpu_s
         try:
             if before is not None:
                 before()

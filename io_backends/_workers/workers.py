@@ -64,12 +64,14 @@ class _Slot:
     Attributes:
         busy: held during a job, and while the worker looks for one.
         in_hand: its tickets; several if it runs them together.
+        cpu_s: CPU time of the thread when its last ticket had run: what it takes between two is the next one's.
     """
 
-    __slots__ = ("busy", "in_hand", "thread")
+    __slots__ = ("busy", "cpu_s", "in_hand", "thread")
 
     def __init__(self) -> None:
         self.busy = threading.Lock()
+        self.cpu_s = 0.0
         self.in_hand: list[Ticket] = []
         self.thread: threading.Thread | None = None
 
@@ -250,6 +252,7 @@ class Workers(ForkAware):
             self._tokens.put(False)
 
     def _loop(self, slot: _Slot) -> None:
+        slot.cpu_s = time.thread_time()
         try:
             while self._tokens.get():
                 with slot.busy:
@@ -274,15 +277,16 @@ class Workers(ForkAware):
         if self._stopping:
             for ticket in started:
                 ticket.abort(self._ending())
-        elif len(started) < 2 or not self._write_together(started):
+        elif len(started) < 2 or not self._write_together(slot, started):
             for ticket in started:
                 while len(started) > 1 and (read := self._take(slot, (self._reads,))) is not None:
                     if read.start():  # reads go first here too
-                        self._run(read)
-                self._run(ticket)
+                        self._run(slot, read)
+                self._run(slot, ticket)
 
-    def _run(self, ticket: Ticket) -> None:
-        ticket.run(time.perf_counter)
+    def _run(self, slot: _Slot, ticket: Ticket) -> None:
+        ticket.run(time.perf_counter, slot.cpu_s)
+        slot.cpu_s += ticket.cpu_s
         self.moved_s = ticket.ended_s
 
     def _take(self, slot: _Slot, queues: Sequence[deque[Ticket]]) -> Ticket | None:
@@ -301,15 +305,16 @@ class Workers(ForkAware):
                 queue.popleft()
             return tickets[-1]
 
-    def _write_together(self, tickets: list[Ticket]) -> bool:
+    def _write_together(self, slot: _Slot, tickets: list[Ticket]) -> bool:
         assert self.batch_writer is not None
-        started_s, begun_cpu_s = time.perf_counter(), time.thread_time()
+        started_s = time.perf_counter()
         try:
             self.batch_writer.write(tickets)
         except BaseException:  # even SystemExit, as in `Ticket.run`; each ticket is then tried alone
             return False
         self.moved_s = ended_s = time.perf_counter()
-        cpu_s = (time.thread_time() - begun_cpu_s) / len(tickets)
+        ended_cpu_s = time.thread_time()
+        cpu_s, slot.cpu_s = (ended_cpu_s - slot.cpu_s) / len(tickets), ended_cpu_s
         for ticket in tickets:
             ticket.started_s, ticket.ended_s = started_s, ended_s
             ticket.cpu_s = cpu_s

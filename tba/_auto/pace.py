@@ -57,7 +57,7 @@ class Pace:
 
     def lost_s(self, seen: Watch) -> float:
         """Seconds of the step that it has waited, that trials took, and that transfers have taken from it."""
-        return self._cost.waited_s + seen.aside_s + self._cost.cpu_s
+        return self._cost.waited_s + seen.aside_s + self._cost.taken_s
 
 
 def without_hooks(facts: Facts, hooks_s: float) -> Facts:

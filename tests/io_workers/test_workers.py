@@ -74,6 +74,23 @@ def test_without_any_thread_a_submission_fails_and_a_later_one_may_do(monkeypatc
     assert not any(thread.is_alive() for thread in threads)
 
 
+def test_what_a_thread_does_between_two_tickets_is_the_next_ones() -> None:
+    took_s = []
+
+    def land(_: Ticket) -> None:
+        begun_s = time.thread_time()
+        while time.thread_time() < begun_s + 0.01:
+            pass
+        took_s.append(time.thread_time() - begun_s)
+
+    with running() as workers:
+        first, second = ticket_of(on_done=land), ticket_of()
+        for ticket in (first, second):
+            workers.submit(ticket, urgent=True)
+            assert ticket.wait(WAIT_S)
+    assert second.cpu_s >= took_s[0]
+
+
 def test_reads_go_ahead_of_writes_each_in_order() -> None:
     order: list[str] = []
     with running() as workers:

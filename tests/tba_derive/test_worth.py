@@ -99,6 +99,14 @@ def test_derivations_of_a_step_are_added_up() -> None:
     assert (worth.derive_s, worth.derived_bytes) == (0.0, 0)
 
 
+class Device:
+    """Marks nothing."""
+
+    def step_aside(self) -> None: ...
+
+    def step_back(self, begun: Any) -> None: ...
+
+
 def test_the_cost_of_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "current", Clock())  # what stores have measured
     cost = Cost()
@@ -110,10 +118,12 @@ def test_the_cost_of_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (cost.out.nbytes, cost.out.busy_s) == (400, 3.0)  # two that overlap are busy once
     assert (cost.back.nbytes, cost.back.bytes_per_s) == (0, 0.0)
     assert cost.out.bytes_per_s == 0.0  # too few bytes to tell
-    assert cost.busy_per_byte_s == cost.per_byte_s == 2 * 2.0 / 400  # out and back, and each CPU second once
-    assert cost.per_further_byte_s == pytest.approx(2 * 1.0 / 300)
+    assert cost.busy_per_byte_s == cost.per_byte_s == 2 * 2 * 2.0 / 400  # out and back, and each CPU second twice
+    assert cost.per_further_byte_s == pytest.approx(2 * 2 * 1.0 / 300)
     cost.wait(40.0)  # the link binds
     assert cost.per_byte_s == cost.per_further_byte_s == 2 * 40.0 / 400
+    assert cost.busy_per_byte_s == 2 * 2 * 2.0 / 400
+    cost.mark_waits(Device())  # which computes itself
     assert cost.busy_per_byte_s == 2 * 2.0 / 400
 
 
