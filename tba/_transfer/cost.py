@@ -10,7 +10,7 @@ from .._plan import clock
 from .._plan.clock import Carried
 
 _TOO_FEW_BYTES = 4 << 20  # for a rate
-_LOST = 2.0  # seconds that a step computing on all cores loses by each CPU second of a thread that moves
+_LOST = 1.5  # seconds that a step computing on all cores loses by each CPU second of a thread that moves
 
 
 @dataclass
@@ -57,8 +57,8 @@ class Aside(Protocol):
 class Cost:
     """What transfers cost a step: the CPU time of the threads that move them, waiting for them, and the hooks' work.
 
-    A CPU second of a thread that moves counts twice where a CPU computes (`_LOST`): the computation waits for its core,
-    and finds cold caches there; over a whole step we saw 1.8 to 2.4 of them lost (a residual network, GPT; two cores).
+    A CPU second of a thread that moves counts 1.5 times where a CPU computes (`_LOST`): the computation waits for its
+    core, and finds cold caches there; a whole step lost 1.3 (a residual network) to 2.6 of them (GPT) on two cores.
     If the link is too slow the step waits instead, and the larger of the two costs counts.
 
     What hooks take does not depend on a record's size: 0.25 ms for one in a step, five times as much as in a loop, as

@@ -118,11 +118,11 @@ def test_the_cost_of_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (cost.out.nbytes, cost.out.busy_s) == (400, 3.0)  # two that overlap are busy once
     assert (cost.back.nbytes, cost.back.bytes_per_s) == (0, 0.0)
     assert cost.out.bytes_per_s == 0.0  # too few bytes to tell
-    assert cost.busy_per_byte_s == cost.per_byte_s == 2 * 2 * 2.0 / 400  # out and back, and each CPU second twice
-    assert cost.per_further_byte_s == pytest.approx(2 * 2 * 1.0 / 300)
+    assert cost.busy_per_byte_s == cost.per_byte_s == 2 * 1.5 * 2.0 / 400  # out and back, and each CPU second 1.5 times
+    assert cost.per_further_byte_s == pytest.approx(2 * 1.5 * 1.0 / 300)
     cost.wait(40.0)  # the link binds
     assert cost.per_byte_s == cost.per_further_byte_s == 2 * 40.0 / 400
-    assert cost.busy_per_byte_s == 2 * 2 * 2.0 / 400
+    assert cost.busy_per_byte_s == 2 * 1.5 * 2.0 / 400
     cost.mark_waits(Device())  # which computes itself
     assert cost.busy_per_byte_s == 2 * 2.0 / 400
 
