@@ -293,6 +293,7 @@ class Execution:
                 saved_bytes = self._ledger.plain_bytes - before_bytes
                 nbytes = max(0, plan.facts.replayed_bytes(visit) - saved_bytes)
                 self._ledger.recompute(graph, nbytes, plan.facts.blocks[visit].small_bytes)
+                self._seen().replays.append(graph.took)
         return out
 
     # -- saved tensors -----------------------------------------------------------------------------------------------

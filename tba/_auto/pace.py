@@ -66,7 +66,7 @@ def without_hooks(facts: Facts, hooks_s: float) -> Facts:
     It was spread over the step, as what is saved is.
     """
     step_s = facts.step_s
-    return facts.scaled(max(_LEAST_OWN, 1 - hooks_s / step_s), replays=False) if hooks_s and step_s else facts
+    return facts.scaled(max(_LEAST_OWN, 1 - hooks_s / step_s), replay_ratio=1.0) if hooks_s and step_s else facts
 
 
 def _rates(

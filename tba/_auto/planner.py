@@ -32,7 +32,7 @@ from .._plan.facts import Cap, Facts, Link
 from .._plan.greedy import decide, fitting
 from .._plan.plan import Measured, Plan
 from .._plan.prefix import prefix
-from .._plan.replan import Shown, pace
+from .._plan.replan import Shown, paces
 from .._transfer.cost import Cost
 from .._transfer.daily_allowance import Allowance
 from .course import Entry
@@ -308,13 +308,13 @@ class Planner:
             waited_s = lost_s  # not the host's, which waits for a device that it is ahead of
         waits_otherwise = timed and kind.compare(waited_s)
         facts = plan.facts.holding(seen.held_by_place())
-        pace_now = pace(plan, step_s, lost_s, replays=line is None)
+        pace_now, replay_pace = paces(plan, step_s, lost_s, seen.replayed_s if line is None else None)
         shown = Shown(
             facts=replace(facts, cap=self._cap(facts), link=link.slowed(kind.slower)),
             budget_bytes=budget_bytes,
             measured=Measured(step_s, self._ledger.watched_peak_bytes, plan.facts.step_s * pace_now),
             pace=pace_now,
-            replays=line is None,
+            replay_pace=replay_pace,
             waited_s=waited_s if waits_otherwise else None,
         )
         new = kind.follow_up(shown, self._decide, timed=timed)

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from io_backends import interrupts
 
 from .._errors import OffloadError, edited_in_place
+from .._plan import clock
 from .._state.found import Found
 from .._state.holders import version
 from .._torch import modes
@@ -48,7 +50,7 @@ def recompute(
     keep: Keep,
     give: Give,
     together: frozenset[int] | None = None,
-) -> tuple[Any, object | None]:
+) -> tuple[Any, _Twice | None]:
     """Call a block's forward; it runs again in backward, if that can be.
 
     It runs once where what it finds cannot be read, a mode of the program's is on, or it turns out to change anything.
@@ -58,7 +60,8 @@ def recompute(
         together: ranks that all call this block now, and run it again alike; None where this one is alone.
 
     Returns:
-        What it returns, and what lives as long as the graph that it may run again for; None where it will not.
+        What it returns, and what lives as long as the graph that it may run again for, with what that takes (`took`);
+        None where it will not.
 
     Raises:
         OffloadError: by `backward`: its weights, or a large tensor that it reaches, were edited in place since; or, at
@@ -80,7 +83,8 @@ def recompute(
     if together is not None and not communication.is_among(together):
         raise OffloadError(_cannot(module, "it communicates with ranks that have not agreed to that"))
     alone = together is None and communication.possible
-    again = twice.settle(stays=watched or alone, joint=together is not None)
+    with twice.took.counts():
+        again = twice.settle(stays=watched or alone, joint=together is not None)
     return out, twice if again else None
 
 
@@ -110,14 +114,40 @@ class _Saved:
         self.kept: tuple[Any] | None = None
 
 
+class Took:
+    """What running again has taken, which outlives the graph.
+
+    Attributes:
+        seconds: by the host's clock: of second calls, and of what the first one saves for them.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def counts(self, *, but: bool = False) -> Iterator[None]:
+        """Count a region, or leave it out of one that counts."""
+        begun_s = clock.current.now_s()
+        try:
+            yield
+        finally:
+            took_s = clock.current.now_s() - begun_s
+            self.seconds += -took_s if but else took_s
+
+
 class _Enough(BaseException):
     """Ends a second call that has made all that is wanted; no Exception, which code around it would catch."""
 
 
 class _Twice:
-    """A call that may run again, and what it has saved."""
+    """A call that may run again, and what it has saved.
+
+    Attributes:
+        took: what its second calls have taken.
+    """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], call: Call, keep: Keep, give: Give) -> None:
+        self.took = Took()
         self._name = type(module).__name__
         self._forward = forward
         self._call = call
@@ -201,12 +231,17 @@ class _Twice:
             return made
 
         try:
-            with self._call.repeated(self._give, note, as_saved) as (args, kwargs):
+            with self.took.counts(), self._call.repeated(self._bring, note, as_saved) as (args, kwargs):
                 self._forward(*args, **kwargs)
         except _Enough:
             return
         if wanted:
             raise OffloadError(self._differs(f"only {number} tensors"))
+
+    def _bring(self, kept: Any) -> Tensor:
+        """Give back what it was given, which may have to be waited for."""
+        with self.took.counts(but=True):
+            return self._give(kept)
 
     def _differs(self, what: str) -> str:
         return (

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved, input_place
 from .._torch.modes import quiet
 from .given import Given, Input
+from .recompute import Took
 from .shared_storages import AtHand, SharedStorages, has_storage
 from .timeline import Timeline
 from .trial import Trial, Verdict
@@ -65,6 +66,7 @@ class Watch:
         visits: of blocks: the module, when its forward began, its input.
         parts: of blocks, visited within them.
         ran: parts that have run by a plan, by their index in it.
+        replays: of blocks and parts that run again by a plan.
         trials: of blocks and parts, by the number of the visit.
         untried: why a block must not recompute whose trial has found nothing.
         counts: storages saved so far, by block.
@@ -93,6 +95,7 @@ class Watch:
     visits: list[tuple[weakref.ref[nn.Module], float, Input]] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     ran: set[int] = field(default_factory=set)
+    replays: list[Took] = field(default_factory=list)
     trials: dict[int, Trial] = field(default_factory=dict)
     untried: str = ""
     counts: dict[int, int] = field(default_factory=dict)
@@ -169,6 +172,11 @@ class Watch:
     def _input(self, given: Iterable[Any], *, part: bool = False) -> Input:
         with quiet():
             return self.given[part].take(filter(has_storage, given))
+
+    @property
+    def replayed_s(self) -> float:
+        """Seconds that blocks have run again, by the host's clock."""
+        return sum(each.seconds for each in self.replays)
 
     @property
     def held_bytes(self) -> int:

@@ -392,9 +392,15 @@ class Packing:
     def _look_for(self, record: Record) -> None:
         """Find how others may give a record again, if that is of use."""
         derivations, execution, derives_all = self._derivations, self._execution, self._derives_all
-        if derivations is not None and (derives_all or (execution is not None and execution.derives)):
-            may = derives_all or record.follows or (execution is not None and execution.tries(record))
-            derivations.look_for(record, may=may, notes=derives_all)
+        if derivations is None:
+            return
+        if execution is not None and execution.tries(record):
+            with execution.apart():  # no step by plan looks for what it does not derive
+                begun_s = time.thread_time()
+                derivations.look_for(record, may=True, notes=derives_all)
+                self._mover.cost.leave_out(time.thread_time() - begun_s)
+        elif derives_all or (execution is not None and execution.derives):
+            derivations.look_for(record, may=derives_all or record.follows, notes=derives_all)
 
     def _odd(self, tensor: Tensor, within: Within | None) -> Packed:
         """Pack a tensor that is not plain: a subclass, sparse, meta, ..."""

@@ -317,12 +317,16 @@ class Facts:
         """Bytes of the largest saved storage, before any codec: there it is when it is computed."""
         return max((each.replayed_bytes for each in self.saved), default=0)
 
-    def scaled(self, ratio: float, *, replays: bool = True) -> Facts:
-        """Return the facts of a step whose computation takes `ratio` times as long; that of `replays` too, or not."""
+    def scaled(self, ratio: float, replay_ratio: float | None = None) -> Facts:
+        """Return the facts of a step whose computation takes `ratio` times as long.
+
+        Second runs of blocks take `replay_ratio` times as long; None: so many times as well.
+        """
+        replay_ratio = ratio if replay_ratio is None else replay_ratio
         return replace(
             self,
             saved=tuple(each.scaled(ratio) for each in self.saved),
-            blocks=tuple(block.scaled(ratio, ratio if replays else 1.0) for block in self.blocks),
+            blocks=tuple(block.scaled(ratio, replay_ratio) for block in self.blocks),
             forward_s=self.forward_s * ratio,
             backward_s=self.backward_s * ratio,
         )

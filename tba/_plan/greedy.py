@@ -31,6 +31,7 @@ _NEAR = 0.01  # share above the lower bound at which no better plan is looked fo
 _PATIENCE = 5  # choices of blocks tried in a row that give no better plan
 _ALIKE = 0.999  # of the step that evenly spread blocks take: a choice that takes less is looked at
 _COARSE = 32  # at most so many numbers of blocks are tried where nothing fits
+_PARTS = 8  # of what may be derived: more and more of them are tried, with as much moved as still has to
 
 _Ladder = tuple[list[int], list[int]]  # what recomputes all, and what is alike, of which some do
 _Way = tuple[int, ...]  # of choosing blocks: whether by what they cost, and among which
@@ -52,6 +53,8 @@ def decide(facts: Facts, budget_bytes: int, *, moves: bool = True, recomputes: b
         for derived in _derived(facts, budget_bytes):
             plan = _deriving(facts, budget_bytes, derived, moves=moves, recomputes=recomputes)
             best = min(best, plan, key=_rank)
+        for derived in _more_and_more(facts):
+            best = min(best, _moving_beside(facts, budget_bytes, derived, moves=moves), key=_rank)
     return replace(best, decide=partial(decide, moves=moves, recomputes=recomputes))
 
 
@@ -96,6 +99,13 @@ def _derived(facts: Facts, budget_bytes: int) -> list[frozenset[int]]:
     return [frozenset(may[:count]) for count in dict.fromkeys(counts) if count]
 
 
+def _more_and_more(facts: Facts) -> list[frozenset[int]]:
+    """List what may be derived in growing parts, the cheapest a byte first."""
+    may = facts.derivable
+    counts = dict.fromkeys(len(may) * part // _PARTS for part in range(1, _PARTS + 1))
+    return [frozenset(may[:count]) for count in counts if count]
+
+
 def _deriving(facts: Facts, budget_bytes: int, derived: frozenset[int], *, moves: bool, recomputes: bool) -> Plan:
     """Decide on a step in which these are derived, unless they or their sources are in blocks that recompute."""
     best = _best(facts.deriving(derived), budget_bytes, moves=moves, recomputes=recomputes)
@@ -105,7 +115,24 @@ def _deriving(facts: Facts, budget_bytes: int, derived: frozenset[int], *, moves
         each = facts.saved[index]
         return not any(place in again for place in (each.place, *each.sources))
 
-    return make(facts, budget_bytes, best.moved, best.recomputed, frozenset(filter(stays, derived)))
+    left = frozenset(filter(stays, derived))
+    plan = make(facts, budget_bytes, best.moved, best.recomputed, left)
+    if left == derived or plan.fits:
+        return plan
+    return min(plan, _moving_beside(facts, budget_bytes, left, best.recomputed, moves=moves), key=_rank)
+
+
+def _moving_beside(
+    facts: Facts,
+    budget_bytes: int,
+    derived: frozenset[int],
+    recomputed: frozenset[int] = frozenset(),
+    *,
+    moves: bool,
+) -> Plan:
+    """Decide what moves where it is settled what is derived and what recomputes."""
+    plan = _moving_enough(facts.deriving(derived), budget_bytes, recomputed, moves=moves)
+    return make(facts, budget_bytes, plan.moved, recomputed, derived)
 
 
 def _best(facts: Facts, budget_bytes: int, *, moves: bool, recomputes: bool) -> Plan:

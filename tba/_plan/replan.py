@@ -29,7 +29,7 @@ class Shown:
         budget_bytes: as it is now.
         measured: what the step took.
         pace: times as long as the plan's facts say, its computation took.
-        replays: whether second runs keep that pace too. Those of a device were timed on it, whatever the host did.
+        replay_pace: times as long as they say, blocks ran again.
         waited_s: that steps wait for transfers, if several in a row did not wait as predicted; else None.
     """
 
@@ -37,16 +37,23 @@ class Shown:
     budget_bytes: int
     measured: Measured
     pace: float = 1.0
-    replays: bool = True
+    replay_pace: float = 1.0
     waited_s: float | None = None
 
 
-def pace(plan: Plan, step_s: float, lost_s: float, *, replays: bool) -> float:
-    """Return how many times as long as predicted a step computed, of which `lost_s` were not computation."""
-    replayed_s = plan.predicted.replayed_s
-    expected_s = plan.facts.step_s + plan.derived_s + (replayed_s if replays else 0.0)
-    computed_s = step_s - lost_s - (0.0 if replays else replayed_s)
-    return computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
+def paces(plan: Plan, step_s: float, lost_s: float, replayed_s: float | None) -> tuple[float, float]:
+    """Return how many times as long as predicted a step computed, and its blocks ran again.
+
+    `lost_s` were not computation, and blocks ran again for `replayed_s`. That is None on a device: second runs were
+    timed on it when the plan was made, and take that long whatever the host does.
+    """
+    predicted_s = plan.predicted.replayed_s
+    expected_s = plan.facts.step_s + plan.derived_s
+    computed_s = step_s - lost_s - (predicted_s if replayed_s is None else replayed_s)
+    pace = computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
+    if replayed_s is None:
+        return pace, 1.0
+    return pace, replayed_s / predicted_s if predicted_s and replayed_s else pace
 
 
 def reason_to_replan(plan: Plan, shown: Shown) -> str | None:
@@ -65,7 +72,10 @@ def reason_to_replan(plan: Plan, shown: Shown) -> str | None:
     most_bytes = now.most_moved_bytes
     if predicted.moved_bytes > most_bytes or most_bytes > _OTHER_CAP * before.most_moved_bytes:
         return f"a step may write {size(most_bytes)}, not {size(before.most_moved_bytes)}"
-    return _other_pace(plan, shown) if abs(_pace_since(plan, shown) - 1) > _OTHER_PACE else None
+    if abs(_pace_since(plan, shown) - 1) > _OTHER_PACE:
+        return _other_pace(plan, shown)
+    again = _replays_since(plan, shown)
+    return f"blocks take {again:.2g} times as long to run again" if abs(again - 1) > _OTHER_PACE else None
 
 
 def stands(plan: Plan, shown: Shown) -> bool:
@@ -85,7 +95,7 @@ def follow_up(plan: Plan, shown: Shown, decide: Callable[[Facts, int], Plan]) ->
     """
     measured, link = replace(plan, measured=shown.measured), shown.facts.link
     reason, slower = reason_to_replan(plan, shown), link.times(plan.facts.link) > _DRIFT
-    drifts = slower or abs(shown.pace - 1) > _OTHER_PACE
+    drifts = slower or max(abs(shown.pace - 1), abs(_replays_since(plan, shown) - 1)) > _OTHER_PACE
     if reason is None and not drifts:
         return measured
     made, by_pace = _decided(plan), reason is not None and _of_the_pace(plan, shown)
@@ -94,7 +104,8 @@ def follow_up(plan: Plan, shown: Shown, decide: Callable[[Facts, int], Plan]) ->
     waits = by_pace and made.steps < 2**made.stood
     if waits and not drifts:
         return replace(measured, decided=made)
-    facts = shown.facts.scaled(shown.pace ** _weight(plan), replays=shown.replays)
+    weight = _weight(plan)
+    facts = shown.facts.scaled(shown.pace**weight, shown.replay_pace**weight)
     still = replace(measured.under(facts, shown.budget_bytes), decided=made)
     if reason is None or waits:
         if still.fits:
@@ -125,6 +136,15 @@ def _pace_since(plan: Plan, shown: Shown) -> float:
     return shown.pace ** _weight(plan) * plan.facts.step_s / before_s if before_s else 1.0
 
 
+def _replays_since(plan: Plan, shown: Shown) -> float:
+    """Return how many times as long as when the plan was decided on its blocks take to run again."""
+    before_s, now_s = (
+        sum(facts.blocks[number].replay_s or 0.0 for number in plan.recomputed)
+        for facts in (_decided(plan).facts, plan.facts)
+    )
+    return shown.replay_pace ** _weight(plan) * now_s / before_s if before_s else 1.0
+
+
 def _other_pace(plan: Plan, shown: Shown) -> str:
     return f"computation takes {_pace_since(plan, shown):.2g} times as long"
 
@@ -132,4 +152,4 @@ def _other_pace(plan: Plan, shown: Shown) -> str:
 def _of_the_pace(plan: Plan, shown: Shown) -> bool:
     """Whether nothing but the pace of the computation asks for another plan."""
     as_decided = replace(plan, facts=_decided(plan).facts)
-    return reason_to_replan(as_decided, replace(shown, pace=1.0)) is None
+    return reason_to_replan(as_decided, replace(shown, pace=1.0, replay_pace=1.0)) is None

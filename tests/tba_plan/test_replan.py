@@ -13,7 +13,7 @@ from support.plans import MIB, layers
 from tba._plan.facts import Cap, Facts, Spill
 from tba._plan.greedy import decide
 from tba._plan.plan import Measured, Plan
-from tba._plan.replan import Shown, follow_up, pace, reason_to_replan
+from tba._plan.replan import Shown, follow_up, paces, reason_to_replan
 
 BUDGET = 80 * MIB
 FACTS = layers(12, 8, rate=2e8)
@@ -151,8 +151,8 @@ def test_a_new_plan_is_worth_the_change_if_it_is_faster_by_a_fiftieth(share: flo
 
 def test_the_first_planned_step_tells_all_of_the_pace_and_each_later_one_half() -> None:
     asked: list[Facts] = []
-    first = follow_up(PLAN, shown(pace=1.44), deciding(asked))
-    follow_up(replace(PLAN, measured=MEASURED), shown(pace=1.44), deciding(asked))
+    first = follow_up(PLAN, shown(pace=1.44, replay_pace=1.44), deciding(asked))
+    follow_up(replace(PLAN, measured=MEASURED), shown(pace=1.44, replay_pace=1.44), deciding(asked))
     assert [facts.step_s / FACTS.step_s for facts in asked] == pytest.approx([1.44, 1.2])
     assert first.facts.blocks[0].replay_s == pytest.approx(1.44 * (FACTS.blocks[0].replay_s or 0))
 
@@ -160,10 +160,27 @@ def test_the_first_planned_step_tells_all_of_the_pace_and_each_later_one_half() 
 def test_the_pace_is_that_of_computation_alone() -> None:
     replayed_s = PLAN.predicted.replayed_s
     assert replayed_s > 0
-    on_host = FACTS.step_s + replayed_s
-    assert pace(PLAN, 1.1 * on_host + 0.25, 0.25, replays=True) == pytest.approx(1.1)
-    assert pace(PLAN, 1.1 * FACTS.step_s + replayed_s + 0.25, 0.25, replays=False) == pytest.approx(1.1)
-    assert pace(PLAN, 0.1, 0.2, replays=True) == 1.0  # what was lost is an estimate
+    computed_s = 1.1 * FACTS.step_s
+    on_host = paces(PLAN, computed_s + 3 * replayed_s + 0.25, 0.25, 3 * replayed_s)
+    assert on_host == (pytest.approx(1.1), pytest.approx(3))
+    assert paces(PLAN, computed_s + replayed_s + 0.25, 0.25, None) == (pytest.approx(1.1), 1.0)
+    assert paces(PLAN, 0.1, 0.2, 0.0) == (1.0, 1.0)  # what was lost is an estimate
+    idle = decide(FACTS, 1 << 40)
+    assert idle.idle
+    assert paces(idle, computed_s, 0.0, 0.0) == (pytest.approx(1.1), pytest.approx(1.1))  # nothing else tells
+
+
+@pytest.mark.parametrize(("times", "asks"), [(1.05, False), (1.5, True)])
+def test_blocks_that_take_longer_to_run_again_ask_for_another_plan(times: float, asks: bool) -> None:
+    asked: list[Facts] = []
+    plan = follow_up(PLAN, shown(replay_pace=times), deciding(asked))
+    assert bool(asked) is asks
+    if asks:
+        assert [block.replay_s for block in asked[0].blocks] == [
+            None if block.replay_s is None else pytest.approx(times * block.replay_s) for block in FACTS.blocks
+        ]
+        assert asked[0].step_s == FACTS.step_s
+        assert plan.decided is not None or plan.reason == f"blocks take {times:.2g} times as long to run again"
 
 
 TIGHT = decide(FACTS, 30 * MIB)
