@@ -10,7 +10,8 @@ hook returned for the tensor without calling the unpack hook. Observed on torch 
   are computed from it;
 * a Python number is saved as a 0-dimensional tensor that no hook sees;
 * layer norm saves everything but `eps` (see `find_eps`); group norm and batch norm save everything but their bias, a
-  parameter, which autograd knows where to add the gradient of.
+  parameter, which autograd knows where to add the gradient of. (torch 2.15 does not save a group norm's `eps`: its
+  results are stored there.)
 
 Elementwise kernels give equal bits for equal operands with equal strides and an equal number of threads: chunks and
 vector tails depend on nothing else, and not on the address.

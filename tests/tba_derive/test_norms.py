@@ -13,6 +13,9 @@ from support.derive import derived_of, exact, threads
 
 CHANNELS = 7  # of 301 columns of large operands, beside which a norm's weights are small enough to copy
 
+# torch 2.13 saves the eps of a group norm, 2.15 does not: then the result is stored.
+SAVES_EPS = hasattr(nn.GroupNorm(1, 1)(torch.ones(1, 1, 2, requires_grad=True)).grad_fn, "_saved_eps")
+
 NORMS = {
     "group": lambda **how: nn.GroupNorm(1, CHANNELS, **how),
     "groups": lambda **how: nn.GroupNorm(CHANNELS, CHANNELS, eps=1e-2, **how),
@@ -38,7 +41,7 @@ def test_a_norm_is_made_again(name: str, affine: bool, dtype: torch.dtype, count
         nn.init.normal_(norm.bias)
     with threads(count):
         made, nbytes = derived_of(lambda x, y: apply(norm, x), layout="large", dtype=dtype)
-    assert made == nbytes
+    assert made == (nbytes if SAVES_EPS or isinstance(norm, nn.BatchNorm1d) else 0)
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -50,7 +53,7 @@ def test_what_has_a_bias_that_no_node_knows_is_stored(name: str) -> None:
 
 @pytest.mark.parametrize("frozen", ["weight", "input"])
 def test_what_else_needs_no_gradient_is_no_matter(frozen: str) -> None:
-    norm = nn.GroupNorm(1, CHANNELS)
+    norm = nn.BatchNorm1d(CHANNELS)
     norm.weight.requires_grad_(frozen != "weight")
     made, nbytes = derived_of(lambda x, y: apply(norm, x.detach() if frozen == "input" else x), layout="large")
     assert made == (0 if frozen == "input" else nbytes)  # that has no node that tells of an edit
