@@ -402,7 +402,7 @@ class Execution:
         """Do what is none of the step's own: neither its tensors nor its time count."""
         thread, seen = self._thread, self._seen()
         since_s = self._pace.at(seen)
-        begun = seen.timeline.step_aside() if seen.timeline is not None else None
+        begun, begun_work = seen.timeline.step_aside() if seen.timeline is not None else None, self._cost.begin_work()
         within, thread.aside = thread.aside, True
         try:
             yield
@@ -410,5 +410,6 @@ class Execution:
             thread.aside = within
             with self._lock:
                 seen.aside_s += self._pace.at(seen) - since_s
+                self._cost.leave_out(self._cost.begin_work() - begun_work)
                 if seen.timeline is not None:
                     seen.timeline.step_back(begun)

@@ -181,8 +181,10 @@ class _Finder:
         return packed.item() if is_number and not packed._version else None
 
     def _parameter(self, node: Any, used: int) -> Operand | None:
-        """A parameter, by the node that adds up its gradient; None if it has none. Its version now stands for that of
-        then: what is made from it is compared, or checked, as all is."""
+        """A parameter, by the node that adds up its gradient; None if no node does.
+
+        Its version now stands for that of then: what is made from it is compared, or checked, as all is.
+        """
         parameter = getattr(node, "variable", None)
         return None if parameter is None else self._source((parameter, parameter._version), used, upstream=False)
 

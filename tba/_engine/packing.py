@@ -396,9 +396,7 @@ class Packing:
             return
         if execution is not None and execution.tries(record):
             with execution.apart():  # no step by plan looks for what it does not derive
-                begun_s = time.thread_time()
                 derivations.look_for(record, may=True, notes=derives_all)
-                self._mover.cost.leave_out(time.thread_time() - begun_s)
         elif derives_all or (execution is not None and execution.derives):
             derivations.look_for(record, may=derives_all or record.follows, notes=derives_all)
 

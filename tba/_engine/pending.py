@@ -15,7 +15,6 @@ Wants the engine's lock held.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 
@@ -129,10 +128,10 @@ class Pending:
         derivations = self.derivations
         replaced: bool | None = False
         if derivations is not None:
-            begun_s = time.thread_time()
             self._find_cost(record, derivations)
+            begun = self._cost.begin_work()
             replaced = derivations.replaces(record)
-            self._cost.leave_out(time.thread_time() - begun_s)
+            self._cost.leave_out(self._cost.begin_work() - begun)
         if replaced is not None:
             self._compared(record, replaced=replaced)
 

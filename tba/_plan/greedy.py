@@ -132,7 +132,7 @@ def _moving_beside(
 ) -> Plan:
     """Decide what moves where it is settled what is derived and what recomputes."""
     plan = _moving_enough(facts.deriving(derived), budget_bytes, recomputed, moves=moves)
-    return make(facts, budget_bytes, plan.moved, recomputed, derived)
+    return replace(plan, facts=facts, derived=derived)  # simulated as it is
 
 
 def _best(facts: Facts, budget_bytes: int, *, moves: bool, recomputes: bool) -> Plan:

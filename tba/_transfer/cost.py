@@ -139,7 +139,7 @@ class Cost:
         self.records += records
 
     def leave_out(self, seconds: float) -> None:
-        """Leave out of a hook's work what deriving has taken in it."""
+        """Leave out of a hook's work what deriving has taken in it, or what is none of the step's own."""
         self._outside_s += seconds
 
     @property
