@@ -9,9 +9,8 @@ hook returned for the tensor without calling the unpack hook. Observed on torch 
   own `result`, attention its `output`: such a tensor is in the graph already and is never recomputed, but other tensors
   are computed from it;
 * a Python number is saved as a 0-dimensional tensor that no hook sees;
-* layer norm saves everything but `eps` (see `find_eps`); group norm and batch norm save everything but their bias, a
-  parameter, which autograd knows where to add the gradient of. (torch 2.15 does not save a group norm's `eps`: its
-  results are stored there.)
+* layer norm saves everything but `eps` (see `_Norm`); group norm and batch norm save everything but their bias, a
+  parameter, which autograd knows where to add the gradient of. torch 2.15 does not save a group norm's `eps` either.
 
 Elementwise kernels give equal bits for equal operands with equal strides and an equal number of threads: chunks and
 vector tails depend on nothing else, and not on the address.
@@ -81,10 +80,12 @@ def _view(run: Callable[[Tensor, Scalars, Output], Tensor], *scalars: str) -> Op
     return Operator((None,), lambda tensors, values, output: run(tensors[0], values, output), scalars, moves=True)
 
 
+# A norm of `input` with a weight that its node saves and a bias that it does not, both absent or neither.
+_AFFINE: Final[dict[str, Any]] = {"operands": ("input", "weight", None), "optional": ("weight",), "bias": 2}
+
+
 def _norm(run: Callable[[list[Any], Scalars], Tensor], *scalars: str) -> Operator:
-    """Return a norm of `input` with a weight that it saves and a bias that it does not, both absent or neither."""
-    operands = "input", "weight", None
-    return Operator(operands, lambda t, s, _: run(t, s), scalars, optional=("weight",), bias=2)
+    return Operator(run=lambda t, s, _: run(t, s), scalars=scalars, **_AFFINE)
 
 
 def _batch_norm(tensors: list[Any], scalars: Scalars) -> Tensor:
@@ -100,46 +101,93 @@ def _batch_norm(tensors: list[Any], scalars: Scalars) -> Tensor:
     return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
 
 
-_last_eps: dict[Any, float] = {}  # by normalized shape, the one to try first
+_last_eps: dict[Any, float] = {}  # by a norm's kind, scalars and precision, the one to try first
 
 
-def find_eps(tensors: list[Any], scalars: Scalars) -> tuple[Scalars, Tensor]:
-    """Run layer norm of `input` [..., *normalized_shape] with the one of `EPSILONS` that gives the saved statistics.
+class _Norm(NamedTuple):
+    """A norm whose node does not save `eps`, which is found from the statistics that it does save.
 
-    Statistics may not distinguish two eps (large values swallow them), so the caller compares the result with
-    forward's. Comparing statistics waits for a device, so there a shape's last eps is used unchecked.
-
-    Raises:
-        RuntimeError: none of them does.
+    Attributes:
+        run: (operands, scalars, eps) -> the result, and the mean and the reciprocal deviation of each row.
+        row: (operands, scalars, number) -> operands and scalars of the norm of one row alone; None if another kernel
+            would compute it.
     """
-    x, weight, bias, *wanted = tensors
-    (shape,) = scalars
-    last = _last_eps.get(shape)
-    for eps in EPSILONS if last is None else (last, *EPSILONS):
-        result, *statistics = torch.native_layer_norm(x, shape, weight, bias, eps)
-        unseen = eps == last and not x.is_cpu
-        if unseen or all(map(same_bits, statistics, wanted)):
-            _last_eps[shape] = eps
-            return (shape, eps), result
-    raise RuntimeError(
-        f"layer norm over {list(shape)} of {x.dtype} {list(x.shape)}: no common eps gives the statistics that forward "
-        "saved; keep the tensor instead of recomputing it"
-    )
+
+    run: Callable[[list[Any], Scalars, float], tuple[Tensor, ...]]
+    row: Callable[[list[Any], Scalars, int], tuple[list[Any], Scalars] | None]
+
+    def operator(self, *scalars: str, **known: Any) -> Operator:
+        """Return the operator whose node saves the `scalars`; `known` is what else is known of it."""
+        return Operator(
+            run=lambda t, s, _: self.run(t, s[:-1], s[-1])[0],
+            scalars=scalars,
+            extras=("result1", "result2"),
+            find=self.find_eps,
+            holds=self.eps_holds,
+            **known,
+        )
+
+    def find_eps(self, tensors: list[Any], scalars: Scalars) -> tuple[Scalars, Tensor]:
+        """Run it with the one of `EPSILONS` that gives the saved statistics.
+
+        Statistics may not distinguish two eps (large values swallow them), so the caller compares the result with
+        forward's. Comparing statistics waits for a device, so there the last eps of these scalars is used unchecked.
+
+        Raises:
+            RuntimeError: none of them does.
+        """
+        *operands, mean, scale = tensors
+        key = self.run, scalars, scale.dtype
+        last, x = _last_eps.get(key), operands[0]
+        for eps in EPSILONS if last is None else (last, *EPSILONS):
+            result, *statistics = self.run(operands, scalars, eps)
+            unseen = eps == last and not x.is_cpu
+            if unseen or all(map(same_bits, statistics, (mean, scale))):
+                _last_eps[key] = eps
+                return (*scalars, eps), result
+        raise RuntimeError(
+            f"a norm of {x.dtype} {list(x.shape)}, with {scalars}: no common eps gives the statistics that forward "
+            "saved; keep the tensor instead of recomputing it"
+        )
+
+    def eps_holds(self, tensors: list[Any], scalars: Scalars) -> bool:
+        """Whether this eps, the last of the scalars, gives the saved statistics of the row where eps counts most.
+
+        Equal statistics give equal results only where they are saved in the precision that the kernel computes with.
+        """
+        *operands, mean, scale = tensors
+        if not isinstance(operands[0], Tensor) or mean is None or scale is None:
+            return False
+        if scale.dtype not in (torch.float32, torch.float64):
+            return False
+        row = int(scale.argmax())
+        one = self.row(operands, scalars[:-1], row)
+        if one is None:
+            return False
+        found = self.run(*one, scalars[-1])[1:]
+        return all(a.item() == b.view(-1)[row].item() for a, b in zip(found, (mean, scale), strict=True))
 
 
-def eps_holds(tensors: list[Any], scalars: Scalars) -> bool:
-    """Whether layer norm with this eps gives the statistics that were saved, in the row where eps counts most.
+def _layer_row(operands: list[Any], scalars: Scalars, number: int) -> tuple[list[Any], Scalars]:
+    """Take a row of `input` [..., *normalized_shape]."""
+    x, *affine = operands
+    return [x.reshape(-1, *scalars[0]).narrow(0, number, 1), *affine], scalars
 
-    Equal statistics give equal results only where they are saved in the precision that the kernel computes with.
-    """
-    x, weight, bias, mean, scale = tensors
-    shape, eps = scalars
-    if not isinstance(x, Tensor) or mean is None or scale is None or scale.dtype not in (torch.float32, torch.float64):
-        return False
-    row = int(scale.argmax())
-    one = x.reshape(-1, *shape).narrow(0, row, 1)
-    found = torch.native_layer_norm(one, shape, weight, bias, eps)[1:]
-    return all(a.item() == b.view(-1)[row].item() for a, b in zip(found, (mean, scale), strict=True))
+
+def _group_row(operands: list[Any], scalars: Scalars, number: int) -> tuple[list[Any], Scalars] | None:
+    """Take one group's channels of one sample of `input` [N, C, ...]."""
+    _, channels, size, groups = scalars
+    each = channels // groups
+    first = number % groups * each
+    x, *affine = operands
+    if not x.is_contiguous():  # channels last: which kernel computes depends on how many there are
+        return None
+    one = x.narrow(0, number // groups, 1).narrow(1, first, each)
+    return [one, *(None if t is None else t.narrow(0, first, each) for t in affine)], (1, each, size, 1)
+
+
+_LAYER_NORM: Final = _Norm(lambda t, s, eps: torch.native_layer_norm(t[0], s[0], t[1], t[2], eps), _layer_row)
+_GROUP_NORM: Final = _Norm(lambda t, s, eps: torch.ops.aten.native_group_norm.default(*t, *s, eps), _group_row)
 
 
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -189,14 +237,8 @@ OPERATORS: Final[Mapping[str, Operator]] = {
     "LeakyReluBackward0": _simple(functional.leaky_relu, "self", scalars=("negative_slope",)),
     "HardswishBackward0": _simple(functional.hardswish, "self"),
     "MishBackward0": _simple(functional.mish, "self"),
-    "NativeLayerNormBackward0": Operator(
-        ("input", "weight", "bias"),
-        lambda t, s, _: torch.native_layer_norm(t[0], s[0], t[1], t[2], s[1])[0],
-        scalars=("normalized_shape",),
-        extras=("result1", "result2"),
-        find=find_eps,
-        holds=eps_holds,
-        optional=("weight", "bias"),
+    "NativeLayerNormBackward0": _LAYER_NORM.operator(
+        "normalized_shape", operands=("input", "weight", "bias"), optional=("weight", "bias")
     ),
     "NativeGroupNormBackward0": _norm(lambda t, s: torch.native_group_norm(*t, *s)[0], "N", "C", "HxW", "group", "eps"),
     "NativeBatchNormBackward0": _norm(_batch_norm, "training", "eps"),
@@ -215,6 +257,11 @@ OPERATORS: Final[Mapping[str, Operator]] = {
     "SplitBackward0": _view(lambda x, s, output: x.split(*s)[output.number], "split_size", "dim"),
     "SplitWithSizesBackward0": _view(lambda x, s, output: x.split(*s)[output.number], "split_sizes", "dim"),
     "UnbindBackward0": _view(lambda x, s, output: x.unbind(s[0])[output.number], "dim"),
+}
+
+# Operators of nodes that do not save `eps`, where other releases of torch do.
+WITHOUT_EPS: Final[Mapping[str, Operator]] = {
+    "NativeGroupNormBackward0": _GROUP_NORM.operator(*("N", "C", "HxW", "group"), **_AFFINE),
 }
 
 # The outputs that a node saves itself: the name of each, by number.

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.nodes import maker
-from .operators import OPERATORS, RESULTS, Output, signed
+from .operators import OPERATORS, RESULTS, WITHOUT_EPS, Output, signed
 from .recipe import Expression, Operand, Recipe, Unpack
 
 __all__ = ["MAX_OPERATORS", "Recipe", "recipe", "remember"]
@@ -126,6 +126,8 @@ class _Finder:
         operator = OPERATORS.get(name)
         if operator is None:
             return None
+        if name in WITHOUT_EPS and not hasattr(node, "_saved_eps"):
+            operator = WITHOUT_EPS[name]
         moves += operator.moves
         used += not operator.moves
         outputs = node._input_metadata
