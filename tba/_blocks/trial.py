@@ -100,7 +100,7 @@ class Trial:
             self._tell("a mode of the program's is on, which sees what runs")
             return self._forward(*args, **kwargs)
         with self._apart():
-            found = Found.of(self._module, self._forward, args, kwargs)
+            found = Found.of(self._module, self._forward, args, kwargs, tries=True)
             if not found.unseen:
                 call = Call(self._module, args, kwargs, found)
                 self._gathers = gathers(self._module)

@@ -60,6 +60,11 @@ class State:
     def again(self) -> State:
         return State(self._holders, self._weights, self.unseen)
 
+    def beside(self, holders: list[Holder]) -> State:
+        """Return the same with what more holders hold now."""
+        readings = [*self._readings, *(holder.read() for holder in holders)]
+        return State([*self._holders, *holders], self._weights, self.unseen, readings)
+
     def now(self) -> State | None:
         """Return the current state if nothing but weights has changed since, as they do in each step; else None."""
         if self.unseen or self._difference():
@@ -107,22 +112,29 @@ class Found:
         self.given = given
 
     @classmethod
-    def of(cls, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
-        """Read it. The block's state is walked again only if it has changed since its last call."""
+    def of(
+        cls, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, tries: bool = False
+    ) -> Found:
+        """Read it. The block's state is walked again only if it has changed since its last call.
+
+        `tries`: it also reads the generators that Python and NumPy share among all code, which otherwise it does only
+        for a block whose code names them: reading them takes longer than all the rest.
+        """
         # Kept with the module, so that the garbage collector sees cycles through it; as an attribute of the dictionary
         # of its hooks, where nobody looks.
         notes: dict[str, Any] = getattr(module._forward_hooks, "__dict__", {})
         before: State | None = notes.get(_NOTE)
         known = before.now() if before is not None else None
         if known is None:
-            reach = Reach().walk([forward, *_GLOBAL_HOOKS, *SHARED_GENERATORS], block=module)
+            reach = Reach().walk([forward, *_GLOBAL_HOOKS], block=module)
             known = State(reach.holders, reach.weights, reach.unseen)
         notes[_NOTE] = known
+        block = known.beside(Reach().walk(SHARED_GENERATORS).holders) if tries else known
         given = Reach()
         leaves = list(plain_leaves((args, kwargs)))
         if any(type(leaf) not in PLAIN and not isinstance(leaf, (Tensor, float)) for leaf in leaves):
             given.walk([args, kwargs], but=[module, *(leaf for leaf in leaves if isinstance(leaf, Tensor))])
-        return cls(known, State(given.holders, given.weights, given.unseen))
+        return cls(block, State(given.holders, given.weights, given.unseen))
 
     @property
     def unseen(self) -> str:

@@ -8,6 +8,8 @@ their functions are not followed, but what they hold is: the closure of a decora
 What holds state that nobody can read (an iterator, an object of compiled code), or code that can reach anything
 (`eval`, `globals`), is named in `unseen`: such a block must not run twice. In installed libraries such objects are
 passed over: a library that counts how often it is called is not known.
+
+The generators that Python and NumPy share are held where code that was met may draw from them.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from torch import Tensor, nn
 from .._torch.weights import is_parameter
 from .code import names_of
 from .gathered import are_hooks, gathers, notes
-from .generators import generator
+from .generators import SHARED_GENERATORS, generator
 from .holders import (
     MISSING,
     PLAIN,
@@ -81,6 +83,11 @@ _MOST = 50_000  # objects that are walked through
 # of the program's own, must not run twice.
 _ANYWHERE = frozenset({"globals", "eval", "exec", "__import__", "print", "open", "input"})
 _ANYTHING = frozenset({"ctypes", "gc", "inspect", "sys", "subprocess", "socket"})
+
+# Code that draws from the generators that Python and NumPy share among all code has one of these names, or one of these
+# modules among its globals. (Operators registered with PyTorch are called by `ops`; what they do nobody sees here.)
+_DRAWS = frozenset({"random", "mtrand", "ops"})
+_GENERATING = ("random", "numpy.random")
 
 # Of a module's hooks, those that its forward calls; a block's own stay outside when its forward runs again.
 _HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
@@ -143,6 +150,7 @@ class Reach:
         self._stack: list[tuple[Any, str, bool]] = []
         self._later: list[tuple[Any, str, bool]] = []  # what libraries lead to
         self._gathers = False  # hooks within the block exchange its weights
+        self._draws = False  # code that was met may draw from the shared generators
 
     @property
     def unseen(self) -> str:
@@ -157,6 +165,16 @@ class Reach:
             self._object(block, block=True)
         for root in roots:
             self._meet(root, "", False)
+        self._go_on()
+        if self._draws:
+            self._stack.extend((each, "", False) for each in SHARED_GENERATORS)
+            self._go_on()
+        self._seen.clear()
+        self._stack.clear()
+        self._later.clear()
+        return self
+
+    def _go_on(self) -> None:
         while self._stack or self._later:
             value, name, library = (self._stack or self._later).pop()
             if id(value) not in self._seen:
@@ -165,10 +183,6 @@ class Reach:
             if len(self._seen) > _MOST:
                 self._unseen[""] = f"it reaches more than {_MOST:,} objects"
                 break
-        self._seen.clear()
-        self._stack.clear()
-        self._later.clear()
-        return self
 
     def _meet(self, value: Any, name: str, library: bool) -> None:
         if type(value) not in _PASSED:
@@ -350,6 +364,7 @@ class Reach:
         if origin == "apart":
             return
         named, names = names_of(code)
+        self._draws |= not names.isdisjoint(_DRAWS)
         for name in names - self._called:
             self._called.add(name)
             for waiting, inside in self._uncalled.pop(name, ()):
@@ -380,6 +395,7 @@ class Reach:
             return
         self._modules.add((id(module), id(names)))
         origin = of_module(module)
+        self._draws |= module.__name__.startswith(_GENERATING)
         if not library and module.__name__ in _ANYTHING:
             self._unseen[""] = f"its code uses the module {module.__name__}"
         elif origin != "apart" and is_compiled(module):

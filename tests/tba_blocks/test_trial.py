@@ -6,8 +6,10 @@ import itertools
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from support.models import Made
 from tba._blocks.trial import Trial, Verdict
 from tba._plan import clock
+
+KEPT = SimpleNamespace(numbers=np.random)  # no code that uses it by that name says what it is
 
 
 class Layer(nn.Module):
@@ -52,6 +56,7 @@ def _trial(block: nn.Module) -> Trial:
         (lambda layer, _: layer.linear.weight.data.mul_(2).sum(), "it changes its weights"),
         (lambda _, x: x.zero_(), "it changes what it is given"),
         (_remembers, "it changes memory"),
+        (lambda *_: KEPT.numbers.rand(), "it changes NumPy's random numbers"),
     ],
 )
 def test_verdicts(what: Callable[[Any, Tensor], Any], why_not: str) -> None:

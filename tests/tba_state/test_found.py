@@ -17,15 +17,17 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from random import uniform
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy import random as numbers
 from torch import Tensor, nn
 
 from tba._state.found import Found
-from tba._state.holders import COPIED_BYTES
+from tba._state.holders import COPIED_BYTES, Generator
 
 COUNTS = {"calls": 0}
 TOTAL = 0
@@ -158,6 +160,14 @@ CASES: dict[str, Case] = {
         None,
         lambda _: [*np.random.get_state()[1].tolist(), np.random.get_state()[2]],
     ),
+    "shared random, by a method of its own": (lambda _: uniform(0, 1), None, lambda _: random.getstate()),
+    "shared random, kept": (lambda block: block.kept(2), random.getrandbits, lambda _: random.getstate()),
+    "shared random, by a function within": (
+        lambda _: [random.random() for _ in "a"],
+        None,
+        lambda _: random.getstate(),
+    ),
+    "shared numpy random, by another name": (lambda _: numbers.rand(), None, lambda _: numbers.get_state()[2]),
     "numpy generator": (
         lambda block: block.kept.random(),
         np.random.default_rng(0),
@@ -211,6 +221,34 @@ def test_what_a_call_changes_is_named_and_put_back(name: str) -> None:
         block(x)
     assert look(block) == after
     assert found.lost() == ""
+
+
+def test_generators_that_all_code_shares_are_read_where_code_names_them_or_it_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[str] = []
+    before = Generator.read
+    monkeypatch.setattr(Generator, "read", lambda self: (read.append(self.name), before(self))[1])
+    block, args = Block(lambda _: None), (torch.zeros(1, 2),)
+    found = Found.of(block, block.forward, args, {})
+    block(*args)
+    with found.as_found():
+        assert (found.block.change(), found.lost(), read) == ("", "", [])
+    Found.of(block, block.forward, args, {}, tries=True)
+    assert sorted(read) == ["NumPy's random numbers", "Python's random numbers"]
+
+
+def test_a_given_object_whose_code_draws_repeats_what_it_has_drawn() -> None:
+    def draw() -> float:
+        return random.random()
+
+    block = Block(lambda _: None)
+    found = Found.of(block, block.forward, (torch.zeros(1, 2), draw), {})
+    drawn, after = draw(), random.getstate()
+    with found.as_found():
+        assert draw() == drawn
+        draw()
+    assert random.getstate() == after
 
 
 UNSEEN: dict[str, tuple[Callable[[Any], object], Any]] = {
