@@ -190,4 +190,4 @@ def test_a_step_that_follows_looks_around_at_few_of_what_backward_asks(entries: 
     step.follow("kind", [Entry(256, False, 256, number, 0) for number in range(entries)])
     looks = [next(step.looks) for _ in range(entries)]
     assert looks[0]
-    assert min(entries, 32) <= sum(looks) <= 65
+    assert min(entries, 32) <= sum(looks) <= 63
