@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved, input_place
 from .._torch.modes import quiet
+from .alike import evened_layers
 from .given import Given, Input
 from .recompute import Took
 from .shared_storages import AtHand, SharedStorages, has_storage
@@ -240,9 +241,13 @@ class Watch:
             replay_s = _at_most(verdict.seconds, slowest_parts_s[part.kind])
             block = _block(part.begin_s, replay_s, part.given, verdict.why_not)
             blocks.append(replace(block, within=part.block, kind=part.kind, first=part.first, last=part.last))
+        layers = saved, tuple(blocks)
+        if self.timeline is None:  # a device's own times tell nothing but the device's work
+            classes: list[Any] = [*kinds, *(part.kind for part in self.parts)]
+            layers = evened_layers(*layers, classes)
         return Facts(
-            saved=saved,
-            blocks=tuple(blocks),
+            saved=layers[0],
+            blocks=layers[1],
             forward_s=turn_s,
             backward_s=last_s - turn_s,
             link=link,

@@ -79,12 +79,12 @@ def test_where_the_block_that_saved_it_first_saves_it_nothing_is_lent() -> None:
 
 
 def test_a_replay_takes_what_its_trial_took_where_transfers_hide_what_forward_took() -> None:
-    """Four calls of a block, two seconds each, of which transfers that end in the second and third take it all away."""
+    """Four calls of a block, four seconds each, of which transfers that end in two of them take almost all away."""
     block = torch.nn.Identity()
     seen = Watch(0.0, asked={0: 8.0, 1: 9.0})
-    for visit, begin_s in enumerate((0.0, 2.0, 1.0, 1.5)):
+    for visit, begin_s in enumerate((0.0, 4.0, 1.0, 1.5)):
         seen.visit(block, begin_s, ())
-        trial: Any = SimpleNamespace(verdict=Verdict(1.5 if visit < 3 else 4.0))
+        trial: Any = SimpleNamespace(verdict=Verdict(1.5 if visit < 3 else 9.0))
         seen.trials[visit] = trial
     facts = seen.facts(Link(1e9, 1e9), 0)
-    assert [each.replay_s for each in facts.blocks] == [1.5, 1.5, 1.5, 2.0]  # beside transfers the last trial was slow
+    assert [each.replay_s for each in facts.blocks] == [1.5, 1.5, 1.5, 4.0]  # beside transfers the last trial was slow
