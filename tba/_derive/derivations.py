@@ -64,7 +64,7 @@ _NEAR_OF_FEW_BITS = 0.25
 _LEAST_GAIN = 16  # a derived tensor has at least this many times the bytes of the private copies made for it
 _MOST_PLACES = 1 << 16  # recipes to remember
 # Times what making a tensor again takes alone, on a warm cache: so much a step takes longer by it, beside its hooks. A
-# GPT 2, a residual network 1.6. The smaller, as the trials of blocks, with which plans compare it, are too fast as well.
+# GPT 2, a residual network 1.6. The smaller, as trials of blocks, which plans compare it with, are too fast as well.
 _AROUND = 1.6
 
 
