@@ -75,11 +75,19 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def refill(x: Tensor, content: Tensor) -> None:
-    """Put the bytes back, as the backward of a reversible block does."""
-    nbytes = content.nbytes
-    if x.untyped_storage().nbytes() < nbytes:
-        x.untyped_storage().resize_(nbytes)
+def refill(x: Tensor, content: Tensor, address: int) -> None:
+    """Put the bytes back, as the backward of a reversible block does, but not to the `address` that they had.
+
+    While they are written to the file nobody could tell there that they were gone for a moment (docs/limits.md).
+    """
+    storage, nbytes = x.untyped_storage(), content.nbytes
+    if storage.nbytes() < nbytes:
+        storage.resize_(nbytes)
+        taken = []
+        while storage.data_ptr() == address:
+            storage.resize_(0)
+            taken.append(torch.empty(nbytes, dtype=torch.uint8))
+            storage.resize_(nbytes)
     x.data.copy_(content)
 
 
@@ -92,7 +100,7 @@ def trained(
     with context:
         for number, way in enumerate(ways):
             x = leaf * (number + 1.0)
-            content = x.detach().clone()
+            content, address = x.detach().clone(), x.data_ptr()
             for view in views:
                 loss = loss + save(VIEWS[view](x)).sum()
             if "after an operator" in moments:
@@ -102,13 +110,13 @@ def trained(
             way(x)
             if "saved again" in moments:
                 loss = loss + Later.apply(x)
-            kept.append((x, content))
+            kept.append((x, content, address))
         if "flushed inside" in moments:
             flush()
     if "flushed" in moments:
         flush()
-    for x, content in kept:
-        refill(x, content)
+    for x, content, address in kept:
+        refill(x, content, address)
     try:
         loss.backward()
     except RuntimeError as error:  # `set_` is an edit, and counted as one
