@@ -402,7 +402,8 @@ class Execution:
         """Do what is none of the step's own: neither its tensors nor its time count."""
         thread, seen = self._thread, self._seen()
         since_s = self._pace.at(seen)
-        begun, begun_work = seen.timeline.step_aside() if seen.timeline is not None else None, self._cost.begin_work()
+        begun = seen.timeline.step_aside() if seen.timeline is not None else None
+        begun_work = self._cost.begin_work()
         within, thread.aside = thread.aside, True
         try:
             yield

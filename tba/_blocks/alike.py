@@ -32,8 +32,8 @@ def evened(times_s: Iterable[tuple[Hashable, float | None]]) -> list[float | Non
 
 
 def evened_layers(
-    saved: Iterable[Saved], blocks: Iterable[Block], kinds: Iterable[Hashable]
-) -> tuple[tuple[Saved, ...], tuple[Block, ...]]:
+    saved: tuple[Saved, ...], blocks: list[Block], kinds: Iterable[Hashable]
+) -> tuple[tuple[Saved, ...], list[Block]]:
     """Even out what it takes to run blocks of a step again, and to make again what they save.
 
     Args:
@@ -41,7 +41,6 @@ def evened_layers(
         blocks: its blocks, whole ones first, then parts (`Block.within`).
         kinds: the class of each block.
     """
-    saved, blocks = tuple(saved), tuple(blocks)
     sizes: dict[int, dict[int, int]] = defaultdict(dict)  # of what a block saves, by number
     for each in saved:
         sizes[each.place.block][each.place.number] = each.plain_bytes or each.nbytes
@@ -57,5 +56,5 @@ def evened_layers(
     )
     return (
         tuple(replace(each, derive_s=time_s) for each, time_s in zip(saved, derives_s, strict=True)),
-        tuple(replace(block, replay_s=time_s) for block, time_s in zip(blocks, replays_s, strict=True)),
+        [replace(block, replay_s=time_s) for block, time_s in zip(blocks, replays_s, strict=True)],
     )

@@ -241,13 +241,12 @@ class Watch:
             replay_s = _at_most(verdict.seconds, slowest_parts_s[part.kind])
             block = _block(part.begin_s, replay_s, part.given, verdict.why_not)
             blocks.append(replace(block, within=part.block, kind=part.kind, first=part.first, last=part.last))
-        layers = saved, tuple(blocks)
         if self.timeline is None:  # a device's own times tell nothing but the device's work
             classes: list[Any] = [*kinds, *(part.kind for part in self.parts)]
-            layers = evened_layers(*layers, classes)
+            saved, blocks = evened_layers(saved, blocks, classes)
         return Facts(
-            saved=layers[0],
-            blocks=layers[1],
+            saved=saved,
+            blocks=tuple(blocks),
             forward_s=turn_s,
             backward_s=last_s - turn_s,
             link=link,

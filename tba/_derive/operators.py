@@ -9,8 +9,8 @@ hook returned for the tensor without calling the unpack hook. Observed on torch 
   own `result`, attention its `output`: such a tensor is in the graph already and is never recomputed, but other tensors
   are computed from it;
 * a Python number is saved as a 0-dimensional tensor that no hook sees;
-* layer norm saves everything but `eps` (see `_Norm`); group norm and batch norm save everything but their bias, a
-  parameter, which autograd knows where to add the gradient of. torch 2.15 does not save a group norm's `eps` either.
+* layer norm saves everything but `eps` (see `_SearchedNorm`); group norm and batch norm save everything but their bias,
+  a parameter, which autograd knows where to add the gradient of. torch 2.15 does not save a group norm's `eps` either.
 
 Elementwise kernels give equal bits for equal operands with equal strides and an equal number of threads: chunks and
 vector tails depend on nothing else, and not on the address.
@@ -104,7 +104,7 @@ def _batch_norm(tensors: list[Any], scalars: Scalars) -> Tensor:
 _last_eps: dict[Any, float] = {}  # by a norm's kind, scalars and precision, the one to try first
 
 
-class _Norm(NamedTuple):
+class _SearchedNorm(NamedTuple):
     """A norm whose node does not save `eps`, which is found from the statistics that it does save.
 
     Attributes:
@@ -186,8 +186,8 @@ def _group_row(operands: list[Any], scalars: Scalars, number: int) -> tuple[list
     return [one, *(None if t is None else t.narrow(0, first, each) for t in affine)], (1, each, size, 1)
 
 
-_LAYER_NORM: Final = _Norm(lambda t, s, eps: torch.native_layer_norm(t[0], s[0], t[1], t[2], eps), _layer_row)
-_GROUP_NORM: Final = _Norm(lambda t, s, eps: torch.ops.aten.native_group_norm.default(*t, *s, eps), _group_row)
+_LAYER_NORM: Final = _SearchedNorm(lambda t, s, eps: torch.native_layer_norm(t[0], s[0], t[1], t[2], eps), _layer_row)
+_GROUP_NORM: Final = _SearchedNorm(lambda t, s, eps: torch.ops.aten.native_group_norm.default(*t, *s, eps), _group_row)
 
 
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

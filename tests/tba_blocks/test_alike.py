@@ -21,12 +21,12 @@ def _saved(block: int, number: int, nbytes: int, derive_s: float | None = None) 
 
 
 def test_layers_are_alike_that_have_one_class_and_save_the_same() -> None:
-    saved = [
+    saved = (
         *(_saved(0, 0, 8), _saved(0, 1, 4, 1.0)),
         *(_saved(1, 0, 8), _saved(1, 1, 4, 2.0), _saved(-1, 0, 4, 7.0)),
         *(_saved(2, 0, 8), _saved(2, 1, 5, 4.0)),
         *(_saved(3, 0, 8), _saved(3, 1, 4, 3.0)),
-    ]
+    )
     blocks = [
         *(Block(0.0, each, 8) for each in (10.0, 12.0, 14.0, 16.0)),
         *(Block(0.0, each, 8, within=at, kind="Part", first=1, last=2) for at, each in enumerate((1.0, 1.2, 1.4, 1.5))),

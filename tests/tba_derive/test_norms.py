@@ -57,7 +57,7 @@ def test_what_has_a_bias_that_no_node_knows_is_stored(name: str) -> None:
 
 @pytest.mark.parametrize("frozen", ["weight", "input"])
 def test_what_else_needs_no_gradient_is_no_matter(frozen: str) -> None:
-    norm = nn.BatchNorm1d(CHANNELS)
+    norm = nn.GroupNorm(1, CHANNELS)
     norm.weight.requires_grad_(frozen != "weight")
     made, nbytes = derived_of(lambda x, y: apply(norm, x.detach() if frozen == "input" else x), layout="large")
     assert made == (0 if frozen == "input" else nbytes)  # that has no node that tells of an edit
