@@ -26,6 +26,7 @@ from ._errors import (
 )
 from ._file.syscalls import Syscalls
 from ._memory.arena import HostArena
+from ._memory.heap import HeapPool
 from ._memory.numa import device_node, pci_address
 from ._memory.pool import BufferPool
 from ._store import Store
@@ -42,6 +43,7 @@ __all__ = [
     "BufferPool",
     "Corrupted",
     "ForkAware",
+    "HeapPool",
     "HostArena",
     "HostStore",
     "KvikioStore",

@@ -223,8 +223,7 @@ class BufferPool:
             ended = bool(self._ended)
             if ended:
                 self._reclaim()
-            alone = self._idle_bytes is not None and length > self._idle_bytes
-            segment, offset = (None, 0) if alone else self._place(length)
+            segment, offset = (None, 0) if self._is_alone(length) else self._place(length)
             if segment is None:
                 _, memory = self._map(align_up(length, mmap.PAGESIZE))
                 address = address_of(memory)
@@ -296,6 +295,10 @@ class BufferPool:
         for queue in list(self._retained.values()):
             while queue and _drop_first(queue):
                 pass
+
+    def _is_alone(self, length: int) -> bool:
+        """Whether a lease gets memory of its own."""
+        return self._idle_bytes is not None and length > self._idle_bytes
 
     def _map(self, nbytes: int) -> tuple[Mapping | None, memoryview]:
         """Map a segment of `nbytes`, a whole number of pages."""

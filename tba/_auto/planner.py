@@ -26,8 +26,8 @@ from .._blocks.watch import Places, Watch
 from .._config import OffloadConfig
 from .._errors import BudgetError
 from .._group.decision import Decision, Share
+from .._memory.allocator import release
 from .._memory.ledger import Ledger
-from .._memory.pressure import release
 from .._plan.facts import Cap, Facts, Link
 from .._plan.greedy import decide, fitting
 from .._plan.plan import Measured, Plan
@@ -266,6 +266,7 @@ class Planner:
         kind.modules, kind.blocks = [weakref.ref(module) for module in (*chosen, *parts)], True
         kind.parts = set(map(weakref.ref, parts))
         kind.block_bytes = max((seen.inside.get(module, 0) for module in chosen), default=0)
+        release()  # a step that tries blocks allocates differently, as one by another plan does
 
     def _facts(self, kind: Kind, seen: Watch, link: Link) -> Facts:
         """Conclude the facts of a step, by which the next of its kind are planned."""

@@ -167,6 +167,11 @@ class Packing:
         if finished:
             self._write_behind.let_pass(finished)
 
+    def make_way(self, step: Step) -> None:
+        """Let go, in forward, of what was read back to compare what a recipe gives (`Pending`)."""
+        if step.task == -1:
+            self._read_ahead.make_way()
+
     def leave_to_graphs(self) -> None:
         """Know that saved tensors move within compiled graphs."""
         self._whole.leave_to_graphs()
@@ -192,6 +197,7 @@ class Packing:
             cost.work(begun, self.numbers - numbers)
         else:
             packed = self._full(tensor, seen, None)
+        self.make_way(step)
         if step.task == -1 and (step.mode is RECORDING or (step.countable and step.mode is FULL)):
             if seen is ODD:
                 tensor, seen = self._within(tensor)
@@ -234,6 +240,7 @@ class Packing:
             self._write_behind.ledger.await_operator(kept_bytes)
         if self._pending.local.queue:
             self._pending.pass_on(number)
+            self.make_way(step)
         return packed
 
     def _within(self, tensor: Tensor) -> tuple[Tensor, Stays | Sighting]:

@@ -210,16 +210,19 @@ class ReadAhead:
             self._ledger.note()
 
     def end_walks(self) -> None:
-        """Learn from the walks of a step that has ended.
-
-        Under a set budget, let go of what was read back for graphs that live on: the next step gets the room. None of
-        this waits.
-        """
+        """Learn from the walks of a step that has ended, and make way for the next. None of this waits."""
         for walk in self._walks.values():
             self._orders.learn(walk)
         self._walks.clear()
         self._most_bytes = None
-        if self._ledger.limited:
+        self.make_way()
+
+    def make_way(self) -> None:
+        """Under a set budget, let go of what was read back, so that forward gets the room. None of this waits.
+
+        It was read for graphs that live on, or to compare what a recipe gives with what it is to replace.
+        """
+        if self._ledger.limited and self._members:
             for number in list(self._members):
                 if (record := self._record(number)) is not None:
                     self._evict(record, waits=False)

@@ -400,6 +400,7 @@ class Saver(ForkAware):
         if not (self.dead or self.came_back() or streams.capturing_here()):
             with self.locked(), quiet():
                 self.pending.pass_on(None)
+                self._packing.make_way(self.steps.current)
                 self._packing.pass_on(self.steps.current, None)
                 if step_over and self.steps.over:
                     self.end_step()

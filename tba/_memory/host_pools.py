@@ -9,7 +9,7 @@ import mmap
 
 import torch
 
-from io_backends import BufferPool
+from io_backends import BufferPool, HeapPool
 
 from .._device.pinning import make_arena, node_of
 
@@ -20,10 +20,11 @@ class HostMemory:
     Args:
         budget_bytes: cap of pinned memory, for all devices of a kind together.
         idle_bytes: cap of pageable memory kept for later transfers; None for no limit.
+        in_heap: pageable memory is the allocator's, which keeps free pages anyway.
     """
 
-    def __init__(self, budget_bytes: int, idle_bytes: int | None = None) -> None:
-        self._idle_bytes = idle_bytes
+    def __init__(self, budget_bytes: int, idle_bytes: int | None = None, *, in_heap: bool = False) -> None:
+        self._idle_bytes, self._in_heap = idle_bytes, in_heap
         self._budget_bytes = self._first_bytes = max(budget_bytes, mmap.PAGESIZE)
         self._pools: dict[str, dict[int | None, BufferPool]] = {}  # by kind of device, by memory node
         self._of: dict[torch.device, BufferPool] = {}
@@ -36,7 +37,9 @@ class HostMemory:
             pool = pools.get(node)
             if pool is None:
                 alignment = max(alignment, mmap.PAGESIZE)
-                if device.type == "cpu":
+                if device.type == "cpu" and self._in_heap:
+                    pool = HeapPool(alignment)
+                elif device.type == "cpu":
                     pool = BufferPool(alignment, idle_bytes=self._idle_bytes)
                 else:
                     pool = make_arena(device, self._budget_bytes, alignment, node, pools.values())

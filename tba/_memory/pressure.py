@@ -9,17 +9,14 @@ allocator that needs it less.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-
 from . import free_memory
+from .allocator import release
 
 # Bytes that move at least between two readings of free memory: one costs up to 0.2 ms in the middle of a step, 0.3 % of
 # the time these bytes take.
 LOOK_EVERY_BYTES = 32 << 20
 # Free memory may shrink this many times faster than tensors move, and is still seen to reach the reserve.
 _TIMES_FASTER = 16
-_JEMALLOC_ALL_ARENAS = 4096  # MALLCTL_ARENAS_ALL
 
 
 def look_after_bytes(free_bytes: int, reserve_bytes: int) -> int:
@@ -49,18 +46,3 @@ class Pressure:
             release()
             free = free_memory.free_bytes()
         return free
-
-
-def _find_release() -> Callable[[], object]:
-    """Find the allocator's function that returns memory to the kernel; a preloaded allocator's symbols come first."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallctl"):
-        name = f"arena.{_JEMALLOC_ALL_ARENAS}.purge".encode()
-        return lambda: library.mallctl(name, None, None, None, ctypes.c_size_t(0))
-    if hasattr(library, "mi_collect"):
-        return lambda: library.mi_collect(ctypes.c_bool(True))
-    return lambda: library.malloc_trim(ctypes.c_size_t(0)) if hasattr(library, "malloc_trim") else None
-
-
-# Asks the allocator to return what memory it can.
-release = _find_release()

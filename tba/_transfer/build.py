@@ -15,7 +15,7 @@ from .._config import OffloadConfig
 from .._device import memory as device_memory
 from .._errors import ConfigError
 from .._group.node_share import NodeShare
-from .._memory import budgets, free_memory
+from .._memory import allocator, budgets, free_memory
 from .._memory import limits as _limits
 from .._memory.host_pools import HostMemory
 from .._stats import Counters
@@ -91,7 +91,8 @@ def make_mover(
     ranks = budgets.local_ranks(os.environ)
     allowance = Allowance(None if config.tier == "cpu" else config.max_write_bytes_per_day, ranks=ranks)
     # Memory kept for future transfers also stays within what the settings allow these to take.
-    memory = HostMemory(cpu_budget_bytes(config), limits.staging_bytes + limits.window_bytes)
+    idle_bytes = limits.staging_bytes + limits.window_bytes
+    memory = HostMemory(cpu_budget_bytes(config), idle_bytes, in_heap=allocator.keeps_pages())
     shares = host_shares(config)
     staged_bytes = shares.queued_bytes if config.tier == "auto" else shares.kept_bytes
     return Mover(lock, counters, open_store, limits, memory, allowance, staged_bytes, node or NodeShare(ranks))

@@ -24,6 +24,7 @@ from support.planned import (
     train,
 )
 from tba import EditedError, Offloader
+from tba._engine.read_ahead import ReadAhead
 from tba._plan.facts import OUTSIDE
 from tba._plan.no_plan import NoPlan
 from tba._plan.plan import Plan
@@ -76,6 +77,27 @@ def test_what_a_plan_derives_may_follow_from_what_moves(auto: Auto) -> None:
     assert plan
     moved = plan.sends.keys()
     assert any(moved & {*plan.facts.saved[index].sources} for index in plan.derived)
+
+
+def test_what_a_comparison_in_forward_reads_back_is_let_go(auto: Auto, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared in the first planned steps may follow from what has moved by then."""
+    budget, bring, brought = int(0.2 * saved_bytes()), ReadAhead.bring, []
+
+    def bringing(read_ahead: ReadAhead, record: Any, task: int) -> bool:
+        if task == -1:
+            brought.append(record.state)
+        return bring(read_ahead, record, task)
+
+    monkeypatch.setattr(ReadAhead, "bring", bringing)
+    training = Training()
+    offload = auto(training.model, memory_budget=budget, blocks=nn.Linear, max_write_rate="30MB", max_read_rate="30MB")
+    ledger, left = offload._saver.ledger, []
+    for module in training.model.modules():
+        module.register_forward_pre_hook(lambda *_: left.append((len(brought), ledger.read_back_bytes)))
+    follow(offload, training, 7)
+    assert_equal(training.state(), train(None, Training(), steps=7))
+    assert any(count for count, _ in left)
+    assert not any(nbytes for _, nbytes in left)
 
 
 @pytest.mark.parametrize("share", [0.15, 0.9])
