@@ -13,11 +13,11 @@ from .._plan import clock
 from .._plan.facts import Facts, Link, Spill
 from .._transfer.build import host_shares
 from .._transfer.cost import Cost, Way
+from .price import LAST, Price
 
 # Bytes/s of a link that has not carried enough to tell, and that no setting slows down: a disk, and PCIe.
 _UNKNOWN, _UNKNOWN_ON_DEVICE = 1e9, 20e9
 _LEAST_OWN = 0.1  # of a step that is its own computation: that of a tiny model is mostly hooks
-_LAST = 0.5  # weight of the last step in what is known of the link: others may have run beside it
 
 
 class Pace:
@@ -31,6 +31,7 @@ class Pace:
         self.link: Link | None = None
         self._cost = cost
         self._in_flight_bytes = in_flight_bytes
+        self._bytes, self._records = Price(), Price()
         self._shares = host_shares(config)
         # A limit's own: what is carried after a rest may pass it for as long as the limit lets up.
         self._most = config.max_write_rate or math.inf, config.max_read_rate or math.inf
@@ -38,7 +39,7 @@ class Pace:
     def learn(self, *, planned: bool, on_device: bool) -> Link:
         """Learn from the transfers of a step that has ended; `planned`: once there is a plan."""
         cost, link = self._cost, self.link
-        weight = _LAST if planned else 1.0  # the first step's writes have made the file grow
+        weight = LAST if planned else 1.0  # the first step's writes have made the file grow
         if on_device:
             rates = _rates((cost.out, cost.back), link, _UNKNOWN_ON_DEVICE, (math.inf, math.inf), weight)
             disk = cost.disk_out, cost.disk_back
@@ -46,8 +47,8 @@ class Pace:
             spill = Spill(*self._shares, *below)
         else:
             rates, spill = _rates((cost.out, cost.back), link, _UNKNOWN, self._most, weight), None
-        taken = _blend(cost.busy_per_byte_s, None if link is None else link.step_s_per_byte, 0.0, weight)
-        hooks = _blend(cost.per_record_s, None if link is None else link.step_s_per_record, 0.0, weight)
+        taken = self._bytes.learn(cost.busy_per_byte_s, cost.nbytes, planned=planned)
+        hooks = self._records.learn(cost.per_record_s, cost.records, planned=planned)
         self.link = Link(*rates, taken, self._in_flight_bytes, spill, hooks)
         return self.link
 
@@ -76,14 +77,10 @@ def _rates(
     before = (None, None) if known is None else (known.write_bytes_per_s, known.read_bytes_per_s)
 
     def rate(way: Way, was: float | None, limit: float) -> float:
-        return _blend(min(way.bytes_per_s, limit), was, min(prior, limit), weight)
+        new = min(way.bytes_per_s, limit)  # 0: too little was carried to tell
+        if was is None:
+            return new or min(prior, limit)
+        return was + weight * (new - was) if new else was
 
     out, back = map(rate, seen, before, most)
     return out, back
-
-
-def _blend(new: float, was: float | None, prior: float, weight: float) -> float:
-    """Return a figure by what a step has shown (0: nothing) and what was known of it, if anything was."""
-    if was is None:
-        return new or prior
-    return was + weight * (new - was) if new else was

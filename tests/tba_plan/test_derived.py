@@ -10,6 +10,7 @@ import pytest
 from support.plans import layers
 from tba._plan.facts import Facts, Place
 from tba._plan.greedy import decide, make
+from tba._plan.plan import Plan
 from tba._plan.simulate import simulate
 
 SLOW = 20e6
@@ -59,6 +60,24 @@ def test_what_is_cheapest_a_byte_is_chosen(derive_s: float, rate: float, derives
     assert bool(plan.derived) is derives
     assert bool(plan.sends or plan.recomputed) is not derives
     assert ("derived" in str(plan)) is derives
+
+
+@pytest.mark.parametrize(("cheaper", "derives"), [(0.01, False), (0.02, False), (0.05, True)])
+def test_deriving_has_to_be_cheaper_by_more_than_the_model_errs_about_it(cheaper: float, derives: bool) -> None:
+    plain = layers(8, 4, rate=1e3)  # nothing moves in a step's time
+    budget = int(0.75 * plain.saved_bytes)
+    other, nothing = decide(plain, budget), frozenset[int]()
+
+    def just_enough(facts: Facts) -> Plan:
+        """Derive until it fits, and nothing else."""
+        may = facts.derivable
+        plans = (make(facts, budget, nothing, nothing, frozenset(may[:count])) for count in range(1, len(may) + 1))
+        return next(plan for plan in plans if plan.fits)
+
+    count = len(just_enough(derivable(plain, 1e-9)).derived)
+    facts = derivable(plain, ((1 - cheaper) * other.predicted.step_s - plain.step_s) / count)
+    assert just_enough(facts).predicted.step_s == pytest.approx((1 - cheaper) * other.predicted.step_s)
+    assert bool(decide(facts, budget).derived) is derives
 
 
 def test_no_more_is_derived_than_is_needed() -> None:
