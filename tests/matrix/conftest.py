@@ -1,7 +1,11 @@
-"""Hooks of pytest: the page is written from the reports of tests, and the rows of one file stay on one worker."""
+"""Hooks of pytest: the page is written from the reports of tests, and the rows of one file stay on one worker.
+
+Where `SHARE` is set (`make matrix-share`), one in `SHARES` of the rows, and of the files of other tests, is run.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +13,8 @@ from typing import Any
 import pytest
 
 from matrix.page import Page
+
+SHARES = 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,6 +26,22 @@ def pytest_configure(config: pytest.Config) -> None:
     page: Path | None = config.getoption("--page")
     if page is not None and not hasattr(config, "workerinput"):  # else in a worker of xdist, whose reports come here
         config.pluginmanager.register(Page(page, config.getoption("--filed")))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (share := os.environ.get("SHARE")) is None:
+        return
+    units = list(dict.fromkeys(map(_unit, items)))
+    asked = {*units[int(share) % SHARES :: SHARES]}
+    config.hook.pytest_deselected(items=[item for item in items if _unit(item) not in asked])
+    items[:] = [item for item in items if _unit(item) in asked]
+
+
+def _unit(item: pytest.Item) -> str:
+    """What is run whole or not at all: a row, one of the examples, or a file of other tests."""
+    file, _, test = item.nodeid.partition("::")
+    row = re.search(r"\[(\w+:\w+)", test)
+    return row[1] if row else test if file.endswith("test_examples.py") else file
 
 
 @pytest.hookimpl(optionalhook=True)

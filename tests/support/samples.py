@@ -19,7 +19,7 @@ import pytest
 MAKE_TEST = "not serial and not exhaustive"  # what it asks pytest for
 CASES = pytest.StashKey[Counter[str]]()  # how many cases of each test it runs, by the test's name
 ALL = os.environ.get("SAMPLES") == "all"  # as `make test-all` sets it
-SHARES = 6
+SHARES = 12
 _FEWER, _LEAST = 5, 10
 
 Indices = Mapping[str, int]  # of a case: what tells each parameter's value from its others
