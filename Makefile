@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One worker a core; tests/ is split evenly as workers become free.
 JOBS ?= 2
+# A test that hangs ends its worker, all stacks are printed, and the run goes on and fails: CI is to say which it was.
+HANGS = -o faulthandler_exit_on_timeout=true -o faulthandler_timeout
 
 .PHONY: help .venv demo allocator test test-all test-share torch accelerator test-torch lint docs matrix matrix-share matrix-ready wheel gpu gpu-tests gpu-all gpu-wheels gpu-step gpu-rok gpu-peers gpu-hooks clean
 
@@ -67,7 +69,7 @@ test-all: $(VENV)/.installed
 # `make test` and a twelfth of what it leaves out: which twelfth follows from the commit, so each is as good as any.
 SHARE ?= $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))
 test-share: $(VENV)/.installed
-	SHARE=$(SHARE) $(PYTEST) -n $(JOBS) --dist worksteal --durations=25 -m "not serial"
+	SHARE=$(SHARE) $(PYTEST) $(HANGS)=900 -n $(JOBS) --dist worksteal --durations=25 -m "not serial"
 
 # The tests for a GPU, on an accelerator that is made of a CPU, and that one's own. It is built first, in a minute: its
 # compiler is the one that is here. A process that has loaded it is no more one of a machine without an accelerator.
@@ -76,8 +78,8 @@ BY_DEVICE := $(addprefix tests/,exact/test_checkpoint.py exact/test_identity.py 
 	tba_compress/test_presets.py)
 
 accelerator: $(VENV)/.installed
-	DEVICE=simulated $(PYTEST) -n $(JOBS) --dist worksteal tests/accelerator tests/gpu
-	DEVICE=simulated $(PYTEST) -n $(JOBS) --dist worksteal -m gpu $(BY_DEVICE) tests/exact/test_programs.py
+	DEVICE=simulated $(PYTEST) $(HANGS)=900 -n $(JOBS) --dist worksteal tests/accelerator tests/gpu
+	DEVICE=simulated $(PYTEST) $(HANGS)=900 -n $(JOBS) --dist worksteal -m gpu $(BY_DEVICE) tests/exact/test_programs.py
 
 # The newest torch that docs/versions.md has; another by `make test-torch TORCH=2.12.0`, on another Python by
 # `make test-torch TORCH=2.11.0 PYTHON=python3.12`.
@@ -100,7 +102,7 @@ $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 torch: $(TORCH_VENV)/.installed
 
 test-torch: torch
-	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal \
+	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest $(HANGS)=900 -n $(JOBS) --dist worksteal \
 		-m "not serial and not exhaustive" $(addprefix tests/,$(CORE))
 	@echo "these were the core tests on torch $(TORCH) and Python $(PYTHON_VERSION)"
 
@@ -159,7 +161,7 @@ matrix-ready: .venv-matrix/.installed
 	|| echo "apt-get cannot: the row with DeepSpeed's files will be skipped"
 	PYTHONPATH=tests .venv-matrix/bin/python -m matrix.extensions
 
-MATRIX := OMP_NUM_THREADS=1 .venv-matrix/bin/python -m pytest -W default -o faulthandler_timeout=0 -n $(JOBS) \
+MATRIX := OMP_NUM_THREADS=1 .venv-matrix/bin/python -m pytest -W default $(HANGS)=1800 -n $(JOBS) \
 	--durations=15 tests/matrix --page out/matrix.md --filed docs/matrix.md
 
 matrix: matrix-ready

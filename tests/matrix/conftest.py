@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 
+from matrix.launch import ENVIRONMENT
 from matrix.page import Page
 
 SHARES = 3
+
+# What DeepSpeed builds here as well: elsewhere a lock that an ended build has left would be waited for without end.
+os.environ["TORCH_EXTENSIONS_DIR"] = ENVIRONMENT["TORCH_EXTENSIONS_DIR"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

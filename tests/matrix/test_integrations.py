@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from matrix.arms import SMALL, alive, equal
-from matrix.launch import ROOT
+from matrix.launch import launch
 from matrix.models import llama
 from matrix.rows.lightning import Module
 from matrix.trainings import ended, fit, trainer
@@ -24,6 +22,8 @@ from tba import ConfigError
 from tba.integrations import accelerate as with_accelerate
 from tba.integrations import lightning as with_lightning
 from tba.integrations.transformers import OffloadCallback
+
+LIMIT_S = 300
 
 
 def test_what_was_moved_reaches_reporters_that_were_there_before(tmp_path: Path) -> None:
@@ -161,6 +161,6 @@ for config, words in (
 """
 
 
-def test_a_wrong_deepspeed_configuration_is_told_before_it_begins() -> None:
-    done = subprocess.run([sys.executable, "-c", DEEPSPEED], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
+def test_a_wrong_deepspeed_configuration_is_told_before_it_begins(tmp_path: Path) -> None:
+    status, printed = launch(["-c", DEEPSPEED], tmp_path, LIMIT_S)
+    assert status == 0, printed[-4000:]
