@@ -266,7 +266,6 @@ class Planner:
         kind.modules, kind.blocks = [weakref.ref(module) for module in (*chosen, *parts)], True
         kind.parts = set(map(weakref.ref, parts))
         kind.block_bytes = max((seen.inside.get(module, 0) for module in chosen), default=0)
-        release()  # a step that tries blocks allocates differently, as one by another plan does
 
     def _facts(self, kind: Kind, seen: Watch, link: Link) -> Facts:
         """Conclude the facts of a step, by which the next of its kind are planned."""

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._config import OffloadConfig
-from .._memory import allocator
 from .._memory.ledger import Ledger
 from .._plan import policy
 from .._record.record import Record
@@ -37,7 +36,6 @@ class WriteBehind:
     def __init__(self, config: OffloadConfig, mover: Mover, ledger: Ledger, counters: Counters) -> None:
         self.members: OrderedDict[int, tuple[weakref.ref[Record], int]] = OrderedDict()
         self._stays = config.tier == "auto"  # what memory has room for is not sent by `send_all`
-        self._pages_stay = allocator.keeps_pages()
         self._mover = mover
         self.ledger = ledger
         self._counters = counters
@@ -98,10 +96,6 @@ class WriteBehind:
                 self._send(hold_bytes - policy.write_burst_bytes(limit_bytes, staging_bytes))
             if ledger.limited:  # forward waits for what is on its way out
                 self._mover.wait_for_room(0, max(0, ledger.hold_bytes - ledger.held_bytes))
-                if self._pages_stay and not ledger.planned:
-                    # What is saved next does not fill the gaps that writes leave between tensors that stay. Planned
-                    # steps repeat: each fills the gaps of the one before.
-                    allocator.release()
 
     def send_all(self) -> None:
         """Send what is held, unless it stays because memory has room for it."""

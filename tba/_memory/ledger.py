@@ -258,14 +258,9 @@ class Ledger:
         if not self.limited:
             return self._room.nbytes
         expected = self.expected
-        planned_bytes = max(expected.largest_bytes, self._step_largest_bytes)
-        largest_bytes = planned_bytes if self.planned else self._largest_bytes
+        planned_bytes = expected.largest_bytes and max(expected.largest_bytes, self._step_largest_bytes)
+        largest_bytes = planned_bytes or self._largest_bytes
         return max(0, held_limit_bytes(self._room.nbytes, largest_bytes, expected.trial_bytes))
-
-    @property
-    def planned(self) -> bool:
-        """Whether the step under way has a plan."""
-        return self.expected.largest_bytes > 0
 
     @property
     def hold_bytes(self) -> int:

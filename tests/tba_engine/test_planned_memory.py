@@ -15,7 +15,6 @@ from io_backends import Buffer, Location, Store, Ticket
 from support.clock import Counted
 from support.planned import ROWS, WIDTH, Block, Training, follow, saved_bytes
 from tba import OffloadConfig, Offloader
-from tba._memory import allocator
 from tba._plan import clock
 
 HEADS = 4
@@ -121,16 +120,3 @@ def test_a_run_that_fits_moves_nothing_and_is_not_planned() -> None:
         assert (stats.offloaded_bytes, stats.written_bytes, stats.read_bytes, stats.file_bytes) == (0, 0, 0, 0)
         assert stats.staging_peak_bytes == 0
         assert stats.kept_bytes > 0
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_steps_before_the_plan_give_gaps_in_memory_back(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each wait for a write then ends with a release, if the allocator would keep the pages; in planned steps none."""
-    released: list[bool] = []
-    monkeypatch.setattr(allocator, "keeps_pages", lambda: keeps)
-    with planned(Block, 0.4) as (training, offload):
-        monkeypatch.setattr(allocator, "release", lambda: released.append(bool(offload.plan)))
-        follow(offload, training, 8)
-        assert offload.plan
-        assert offload.stats().written_bytes
-    assert set(released) == ({False} if keeps else set())
