@@ -155,7 +155,13 @@ class Kind:
         plan = self.plan
         if plan is None:
             return Expected(trial_bytes=self.block_bytes if tries else 0)
-        return Expected(sum(plan.sends.values()), plan.facts.largest_bytes, plan.facts.replay_bytes(plan.recomputed))
+        facts = plan.facts
+        return Expected(
+            sent_bytes=sum(plan.sends.values()),
+            largest_bytes=facts.largest_bytes,
+            replay_bytes=facts.replay_bytes(plan.recomputed),
+            link_bytes_per_s=facts.link.write_bytes_per_s,
+        )
 
     def compare(self, waited_s: float) -> bool:
         """Compare how long a step by plan has waited with what the plan foresees; whether `slower` has changed.

@@ -86,8 +86,8 @@ class WriteBehind:
         limit_bytes, hold_bytes = ledger.limit_bytes, ledger.hold_bytes
         staging, staging_bytes = self._mover.staging, self._mover.limits.staging_bytes
         if self._going:
-            plan_bytes = ledger.expected.sent_bytes
-            least_bytes = policy.planned_burst_bytes(limit_bytes, plan_bytes, staging_bytes)
+            plan_bytes, link_bytes_per_s = ledger.expected.sent_bytes, ledger.expected.link_bytes_per_s
+            least_bytes = policy.planned_burst_bytes(limit_bytes, plan_bytes, staging_bytes, link_bytes_per_s)
             enough = self._going_bytes >= least_bytes or self._planned_bytes >= plan_bytes
             if enough or over_bytes > 0:
                 self._send_going()

@@ -50,12 +50,14 @@ class Expected(NamedTuple):
         largest_bytes: of the largest tensor that it saves by its plan; 0 without one.
         replay_bytes: of the largest block that recomputes.
         trial_bytes: for the copies and the second run of a block that is tried.
+        link_bytes_per_s: that the link carries out by its plan.
     """
 
     sent_bytes: int = 0
     largest_bytes: int = 0
     replay_bytes: int = 0
     trial_bytes: int = 0
+    link_bytes_per_s: float = 0.0
 
 
 class Peaks(NamedTuple):

@@ -16,6 +16,9 @@ _WRITE_BURST_BYTES = 8 << 20
 _READ_BURST_BYTES = 4 << 20
 # A plan's writes go in this many portions: larger ones start late on a slow link, and keep memory longer than planned.
 _PLAN_BURSTS = 16
+# Portions of a small plan are larger, as a worker that wakes for each tensor costs more than it moves: up to so many
+# bytes, a share of the plan or budget, and what the link carries in so many seconds (it is idle until then).
+_LEAST_BURST_BYTES, _LEAST_BURSTS, _BURST_S = 4 << 20, 4, 2e-3
 
 
 # Reasons for keeping a tensor in memory, as statistics name them.
@@ -77,6 +80,8 @@ def read_burst_bytes(budget_bytes: int) -> int:
     return min(_READ_BURST_BYTES, budget_bytes // 4)
 
 
-def planned_burst_bytes(budget_bytes: int, plan_bytes: int, staging_bytes: int) -> int:
-    """Bytes of what goes by a plan, `plan_bytes` in all, to write at once."""
-    return min(write_burst_bytes(budget_bytes, staging_bytes), min(plan_bytes, budget_bytes) // _PLAN_BURSTS)
+def planned_burst_bytes(budget_bytes: int, plan_bytes: int, staging_bytes: int, link_bytes_per_s: float) -> int:
+    """Bytes of what goes by a plan, `plan_bytes` in all, to write at once to a link of this bandwidth."""
+    most_bytes = min(plan_bytes, budget_bytes)
+    least_bytes = min(_LEAST_BURST_BYTES, most_bytes // _LEAST_BURSTS, int(_BURST_S * link_bytes_per_s))
+    return min(write_burst_bytes(budget_bytes, staging_bytes), max(most_bytes // _PLAN_BURSTS, least_bytes))

@@ -365,7 +365,8 @@ def _forward(step: _Step, moved: Collection[int], again: Mapping[Place, int]) ->
     facts, entered = step.facts, set[int]()
     going: list[int] = []
     going_bytes, left_bytes = 0, sum(facts.saved[index].nbytes for index in moved)
-    burst_bytes = planned_burst_bytes(step.limit_bytes, left_bytes, facts.link.in_flight_bytes)
+    link = facts.link
+    burst_bytes = planned_burst_bytes(step.limit_bytes, left_bytes, link.in_flight_bytes, link.write_bytes_per_s)
     for index, each in enumerate(facts.saved):
         if (block := again.get(each.place)) is not None:
             if block not in entered:

@@ -12,7 +12,15 @@ from tba._memory.limits import (
     read_ahead_bytes,
     window_bytes,
 )
-from tba._plan.policy import FITS, Decision, decisions, range_to_store, read_burst_bytes, write_burst_bytes
+from tba._plan.policy import (
+    FITS,
+    Decision,
+    decisions,
+    planned_burst_bytes,
+    range_to_store,
+    read_burst_bytes,
+    write_burst_bytes,
+)
 
 MIB = 1 << 20
 
@@ -111,6 +119,26 @@ def test_limits_allow_more_out_than_in_and_half_of_a_budget_at_most() -> None:
     assert write_burst_bytes(24 * MIB, 4 * MIB) == 2 * MIB, "or a step would wait for room in the middle of a burst"
     assert [read_burst_bytes(n * MIB) for n in budgets] == [n * MIB // 4 for n in most]
     assert write_burst_bytes(0, MIB) == read_burst_bytes(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("budget", "planned", "rate", "burst"),
+    [
+        (256, 256, 10_000, 8),
+        (96, 96, 10_000, 6),
+        (48, 48, 10_000, 4),
+        (8, 48, 10_000, 2),  # a quarter of the budget
+        (48, 8, 10_000, 2),  # or of the plan
+        (48, 48, 1_600, 3.2),  # what the link carries in two milliseconds
+        (48, 48, 100, 3),
+    ],
+)
+def test_a_plan_writes_in_portions_that_neither_wake_a_worker_often_nor_leave_the_link_idle(
+    budget: int, planned: int, rate: int, burst: float
+) -> None:
+    found = planned_burst_bytes(budget * MIB, planned * MIB, 64 * MIB, rate * MIB)
+    assert found == pytest.approx(burst * MIB, abs=1)
+    assert planned_burst_bytes(budget * MIB, planned * MIB, 2 * MIB, rate * MIB) <= MIB  # of what may be in flight
 
 
 @pytest.mark.parametrize(
