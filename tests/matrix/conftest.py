@@ -35,15 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if (share := os.environ.get("SHARE")) is None:
         return
-    units = list(dict.fromkeys(map(_unit, items)))
+    units = list(dict.fromkeys(_unit(item.nodeid) for item in items))
     asked = {*units[int(share) % SHARES :: SHARES]}
-    config.hook.pytest_deselected(items=[item for item in items if _unit(item) not in asked])
-    items[:] = [item for item in items if _unit(item) in asked]
+    config.hook.pytest_deselected(items=[item for item in items if _unit(item.nodeid) not in asked])
+    items[:] = [item for item in items if _unit(item.nodeid) in asked]
 
 
-def _unit(item: pytest.Item) -> str:
+def _unit(nodeid: str) -> str:
     """What is run whole or not at all: a row, one of the examples, or a file of other tests."""
-    file, _, test = item.nodeid.partition("::")
+    file, _, test = nodeid.partition("::")
     row = re.search(r"\[(\w+:\w+)", test)
     return row[1] if row else test if file.endswith("test_examples.py") else file
 
@@ -55,8 +55,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file, _, test = nodeid.partition("::")
-            rows = re.search(r"\[(\w+):", test)
-            return rows[1] if rows else test if file.endswith("test_examples.py") else file
+            return _unit(nodeid).partition(":")[0]
 
     return ByFile(config, log)
