@@ -190,13 +190,7 @@ class Packing:
             return self._weight(tensor)
         if seen is SMALL:
             return self.keep(tensor, tensor.nbytes, TOO_SMALL)
-        if self._times and tensor.is_cpu:
-            cost, numbers = self._mover.cost, self.numbers
-            begun = cost.begin_work()
-            packed = self._full(tensor, seen, None)
-            cost.work(begun, self.numbers - numbers)
-        else:
-            packed = self._full(tensor, seen, None)
+        packed = self._timed(tensor, seen)
         self.make_way(step)
         if step.task == -1 and (step.mode is RECORDING or (step.countable and step.mode is FULL)):
             if seen is ODD:
@@ -213,7 +207,10 @@ class Packing:
                     return as_it_is(tensor)
                 self.turn(step)  # another graph grows, of which nothing is known
             return None
-        number = sequence_nr() if step.course is not None else 0
+        number = 0
+        if step.course is not None:
+            number = sequence_nr()
+            next(step.seen)
         if step.due and step.due[0][0] < number:
             self.pass_on(step, number)
             if step.over:  # waiting for room lets go of the lock: another thread has ended it
@@ -228,8 +225,13 @@ class Packing:
         if kept_bytes < 0:
             if kept_bytes == DEPARTS:
                 self.turn(step)
+                return None
             self._follows = kept_bytes == FOLLOWS
-            return None
+            if held is not tensor:
+                return None
+            packed = self._timed(tensor, seen)
+            self._read_ahead.make_way()
+            return packed
         packed = as_it_is(tensor)
         if step.course is None:
             if kept_bytes:
@@ -241,6 +243,16 @@ class Packing:
         if self._pending.local.queue:
             self._pending.pass_on(number)
             self.make_way(step)
+        return packed
+
+    def _timed(self, tensor: Tensor, seen: Stays | Sighting) -> Packed:
+        """Pack a tensor that may have a record, and count the work if plans are made from it."""
+        if not (self._times and tensor.is_cpu):
+            return self._full(tensor, seen, None)
+        cost, numbers = self._mover.cost, self.numbers
+        begun = cost.begin_work()
+        packed = self._full(tensor, seen, None)
+        cost.work(begun, self.numbers - numbers)
         return packed
 
     def _within(self, tensor: Tensor) -> tuple[Tensor, Stays | Sighting]:
@@ -399,12 +411,12 @@ class Packing:
     def _look_for(self, record: Record) -> None:
         """Find how others may give a record again, if that is of use."""
         derivations, execution, derives_all = self._derivations, self._execution, self._derives_all
-        if derivations is None:
-            return
+        if derivations is None or not (derives_all or (execution is not None and execution.derives)):
+            return  # no step by plan looks for what it does not derive
         if execution is not None and execution.tries(record):
-            with execution.apart():  # no step by plan looks for what it does not derive
+            with execution.apart():
                 derivations.look_for(record, may=True, notes=derives_all)
-        elif derives_all or (execution is not None and execution.derives):
+        else:
             derivations.look_for(record, may=derives_all or record.follows, notes=derives_all)
 
     def _odd(self, tensor: Tensor, within: Within | None) -> Packed:

@@ -71,11 +71,13 @@ class Pending:
             record = pending.popleft()[1]()
             if record is None or record.state is not PENDING:
                 continue
-            if self.derivations is not None and self.derivations.awaits(record):
+            if self.derivations is None or record.recipe is None:
+                self._compared(record, replaced=False)
+            elif self.derivations.awaits(record):
                 record.examine(True)
                 self._late.append(record.ref)
             else:
-                self._compare(record)
+                self._compare(record, self.derivations)
 
     def wanted(self, record: Record) -> None:
         """Keep a pending record in memory that backward asks for; its operator has finished, then."""
@@ -120,18 +122,15 @@ class Pending:
             if record is not None:
                 record.examine(False)
             if record is not None and record is not but and record.state is PENDING:
-                self._compare(record)
+                self._compare(record, derivations)
                 compared = True
         return compared
 
-    def _compare(self, record: Record) -> None:
-        derivations = self.derivations
-        replaced: bool | None = False
-        if derivations is not None:
-            self._find_cost(record, derivations)
-            begun = self._cost.begin_work()
-            replaced = derivations.replaces(record)
-            self._cost.leave_out(self._cost.begin_work() - begun)
+    def _compare(self, record: Record, derivations: Derivations) -> None:
+        self._find_cost(record, derivations)
+        begun = self._cost.begin_work()
+        replaced = derivations.replaces(record)
+        self._cost.leave_out(self._cost.begin_work() - begun)
         if replaced is not None:
             self._compared(record, replaced=replaced)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any
 
 from torch import Tensor
@@ -60,7 +60,7 @@ _NEXT = {
 
 MOVES, FOLLOWS, DEPARTS = -1, -2, -3  # in the place of the bytes that stay with a tensor
 _UNKNOWN = (-1, 0)
-_LOOKS = 32  # of a step, at least; each takes some 25 microseconds, and the last tells when the step has ended
+_LOOKS = 32  # of a step; each takes some 25 microseconds, and the last tells when the step has ended
 
 
 class Step:
@@ -84,6 +84,7 @@ class Step:
         kind: of step, that is followed or written down.
         course: what the step follows, or has followed until it turned.
         due: tensors that stay whose operators may still be running: autograd's sequence number, what was packed, bytes.
+        seen: next(seen) counts a tensor that is saved in a step that follows another.
         looks: next(looks) tells, of a tensor that backward asks for and that has no record, whether it is one of the
             few at which the engine looks around. There are as many of them whatever the number of tensors.
         counted_bytes: of all memory that was saved while it was looked at.
@@ -102,6 +103,7 @@ class Step:
         self.kind: object = None
         self.course: Course | None = None
         self.due: deque[tuple[int, tuple[Any, ...], int]] = deque()
+        self.seen = count()
         self.looks = cycle((True,))
         self.counted_bytes = self.passed_bytes = 0
         self.countable = fitted_bytes is not None
@@ -133,6 +135,8 @@ class Step:
 
     def ask(self, task: int) -> None:
         """Note that a backward, graph task `task`, asks; -1: none is under way that asks for anything of this step."""
+        if self.task == -1 and self.course is not None:
+            self.looks = cycle((True, *[False] * (next(self.seen) // _LOOKS - 1)))
         self.task = task
 
     def rest(self) -> None:
@@ -158,7 +162,6 @@ class Step:
             self._notes = Notes(self._sizes)
         else:
             self.course = Course(entries, self._sizes.storage_bytes)
-            self.looks = cycle((True, *[False] * (len(entries) // _LOOKS - 1)))
 
     def turn(self) -> None:
         """Have the full hooks take over, for the rest of the step. What was begun to be written down is given up."""

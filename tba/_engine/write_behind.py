@@ -43,6 +43,7 @@ class WriteBehind:
         self._going: list[int] = []  # members that are to go by plan, a few at a time
         self._going_bytes = 0
         self._planned_bytes = 0  # saved so far in this step, of what goes by plan
+        self._burst_bytes: int | None = None  # of that, to send at once; None until something goes by it
 
     def add(self, record: Record) -> None:
         """Hold a record whose operator has finished, and send the oldest if that is too much."""
@@ -80,22 +81,29 @@ class WriteBehind:
 
         `over_bytes`: by which what is held exceeds what may be; `goes`: more is to go by plan than before.
         """
-        if not (goes or over_bytes > 0):
-            return
-        ledger = self.ledger
-        limit_bytes, hold_bytes = ledger.limit_bytes, ledger.hold_bytes
-        staging, staging_bytes = self._mover.staging, self._mover.limits.staging_bytes
-        if self._going:
-            plan_bytes, link_bytes_per_s = ledger.expected.sent_bytes, ledger.expected.link_bytes_per_s
-            least_bytes = policy.planned_burst_bytes(limit_bytes, plan_bytes, staging_bytes, link_bytes_per_s)
-            enough = self._going_bytes >= least_bytes or self._planned_bytes >= plan_bytes
-            if enough or over_bytes > 0:
-                self._send_going()
+        ledger, mover = self.ledger, self._mover
+        if self._going and (over_bytes > 0 or (goes and self._is_worth_waking())):
+            self._send_going()
         if over_bytes > 0:
-            if over_bytes > staging.bytes or not self._planned_bytes:
-                self._send(hold_bytes - policy.write_burst_bytes(limit_bytes, staging_bytes))
+            if over_bytes > mover.staging.bytes or not self._planned_bytes:
+                burst_bytes = policy.write_burst_bytes(ledger.limit_bytes, mover.limits.staging_bytes)
+                self._send(ledger.hold_bytes - burst_bytes)
             if ledger.limited:  # forward waits for what is on its way out
-                self._mover.wait_for_room(0, max(0, ledger.hold_bytes - ledger.held_bytes))
+                mover.wait_for_room(0, max(0, ledger.hold_bytes - ledger.held_bytes))
+
+    def _is_worth_waking(self) -> bool:
+        """Whether what is to go by plan is enough for one waking of a worker, or the last of it."""
+        expected = self.ledger.expected
+        if self._planned_bytes >= expected.sent_bytes:
+            return True
+        if self._burst_bytes is None:
+            self._burst_bytes = policy.planned_burst_bytes(
+                self.ledger.limit_bytes,
+                expected.sent_bytes,
+                self._mover.limits.staging_bytes,
+                expected.link_bytes_per_s,
+            )
+        return self._going_bytes >= self._burst_bytes
 
     def send_all(self) -> None:
         """Send what is held, unless it stays because memory has room for it."""
@@ -104,7 +112,7 @@ class WriteBehind:
 
     def end_step(self) -> None:
         """Forget what goes by the plan of the step that has ended."""
-        self._going, self._going_bytes, self._planned_bytes = [], 0, 0
+        self._going, self._going_bytes, self._planned_bytes, self._burst_bytes = [], 0, 0, None
 
     def bury(self, number: int) -> None:
         """Forget a member that has died."""

@@ -135,7 +135,8 @@ class Cost:
 
     def work(self, begun: float, records: int) -> None:
         """Count a hook's work, which made so many records."""
-        self.hooks_s += clock.current.worked_s(max(0.0, self.begin_work() - begun))
+        seconds = time.thread_time() - self._outside_s - begun
+        self.hooks_s += clock.current.worked_s(max(0.0, seconds))
         self.records += records
 
     def leave_out(self, seconds: float) -> None:

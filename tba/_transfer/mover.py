@@ -163,7 +163,8 @@ class Mover:
             self._made.append(self._open_store(record.stream is not None))
             self.store = self._made[-1]
             self.store.resize(self._share)
-        buffer, departure, frees = self._buffers.out(record, alias, self.store, timed=self._times(record.nbytes))
+        timed = record.stream is not None and self._times(record.nbytes)
+        buffer, departure, frees = self._buffers.out(record, alias, self.store, timed=timed)
         if departure is None:
             return self.store.write(buffer, on_done=self._on_written), None
         unbegun = Unbegun(buffer)
