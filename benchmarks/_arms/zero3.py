@@ -123,8 +123,7 @@ def _timed_waits() -> list[float]:
     waits_s: list[float] = []
     library = builder("AsyncIOBuilder").load(verbose=False)  # the one that DeepSpeed takes its handles from, too
 
-    # The library is built and loaded at run time: no type checker knows its classes.
-    class Handle(library.aio_handle):  # type: ignore[misc, name-defined]
+    class Handle(library.aio_handle):  # type: ignore[misc, name-defined]  # a class of a run-time module
         def wait(self) -> int:
             begun_s = time.perf_counter()
             done: int = super().wait()
