@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import mean, median
 from typing import Annotated, Any
 
@@ -60,9 +61,13 @@ def codec(
         ),
     ]
     arms: dict[str, Arm] = {}
+
+    def told(name: str, note: str) -> None:
+        bar.advance(f"{name}: {note}")
+
     with progress("codec", 2 * (1 + rounds) + len(PRESETS) + 1 + len(METHODS)) as bar:
         for spec in specs:
-            arms[spec.name] = ask(spec, tell=lambda note, spec=spec: bar.advance(f"{spec.name}: {note}"))  # type: ignore[misc]
+            arms[spec.name] = ask(spec, tell=partial(told, spec.name))
     codecs, seconds, stored = arms["codec"].about["codecs"], arms["linear"].about["seconds"], arms["block"].about
     methods = arms["gradients"].about["methods"]
     bars = make_bars(codecs, seconds, stored)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -237,16 +238,16 @@ def _draw(title: str, unit: str, arms: Mapping[str, Measured], out: Path) -> Pat
 def _against_table(arms: Mapping[str, Measured]) -> Grid:
     """Compare tba, moving everything and by a budget, with each of the others."""
 
+    def peak(ours: str, other: Measured) -> str:
+        return f"{memory_share(arms[ours], other):.2f}"
+
     def step(ours: str, other: Measured) -> str:
         against = ratios(arms[ours].wall_s, other.wall_s)
         return f"{median(against):.3f} ± {doubt(against):.3f}"
 
     columns: list[Column] = [("against", lambda other: str(other.name))]
     for ours in (OURS[0], AUTO):
-        columns += [
-            (f"{ours}: peak", lambda other, ours=ours: f"{memory_share(arms[ours], other):.2f}"),  # type: ignore[misc]
-            (f"{ours}: step", lambda other, ours=ours: step(ours, other)),  # type: ignore[misc]
-        ]
+        columns += [(f"{ours}: peak", partial(peak, ours)), (f"{ours}: step", partial(step, ours))]
     others = [arm for name, arm in arms.items() if not _is_ours(name)]
     return Grid.of("tba / each", others, columns, "Below 1: tba is better. Behind ±: about 95 % confidence.")
 

@@ -17,6 +17,12 @@ from .llama import Attention, Block, FeedForward, Llama, LlamaSizes, loss_of
 Wrap = Callable[[nn.Module, Any], nn.Module | None]
 
 
+def _blocks(model: nn.Module) -> nn.Sequential:
+    blocks = model.blocks  # of a Llama, or of one of its stages
+    assert isinstance(blocks, nn.Sequential)
+    return blocks
+
+
 def ddp(model: nn.Module, _: Any) -> nn.Module:
     """Replicated, gradients averaged."""
     return nn.parallel.DistributedDataParallel(model)
@@ -41,7 +47,7 @@ def blocks_sharded(model: nn.Module, mesh: Any) -> None:
     """FSDP2 around each block."""
     from torch.distributed.fsdp import fully_shard
 
-    for block in (*model.blocks, model):  # type: ignore[misc]  # a list of modules
+    for block in (*_blocks(model), model):
         fully_shard(block, mesh=mesh)
 
 
@@ -49,7 +55,7 @@ def parts_sharded(model: nn.Module, mesh: Any) -> None:
     """FSDP2 around attention and feed-forward: gathered and scattered within the block's forward."""
     from torch.distributed.fsdp import fully_shard
 
-    for block in model.blocks:  # type: ignore[union-attr]  # a list of modules
+    for block in _blocks(model):
         for part in (block.attention, block.feed_forward):
             fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -62,7 +68,7 @@ def tensor_parallel(model: nn.Module, mesh: Any, *, local: bool = True) -> None:
     wide = {name: ColwiseParallel(use_local_output=local) for name in ("feed_forward.gate", "feed_forward.up")}
     attention = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
     ends = {"attention.o": RowwiseParallel(), "feed_forward.down": RowwiseParallel()}
-    for block in model.blocks:  # type: ignore[union-attr]  # a list of modules
+    for block in _blocks(model):
         parallelize_module(block, mesh, {**attention, **wide, **ends})
 
 
@@ -89,7 +95,7 @@ def sequence_parallel(model: nn.Module, mesh: Any) -> None:
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
     parallelize_module(model, mesh, top)
-    for block in model.blocks:  # type: ignore[union-attr]  # a list of modules
+    for block in _blocks(model):
         plan: dict[str, Any] = {"first": SequenceParallel(), "second": SequenceParallel()}
         plan |= {"attention": whole, "feed_forward": whole}
         plan |= {f"attention.{name}": ColwiseParallel() for name in "qkv"}
