@@ -311,7 +311,7 @@ class Derivations:
 
         None if no comparison is running, or if the bytes are not in memory and must be read as usual.
         """
-        if self._comparing != threading.get_ident():  # as `compares_here`: this is asked for each record
+        if not self.compares_here:
             self._made = None
             return None
         if record.state is DERIVED:

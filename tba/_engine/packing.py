@@ -190,8 +190,7 @@ class Packing:
             return self._weight(tensor)
         if seen is SMALL:
             return self.keep(tensor, tensor.nbytes, TOO_SMALL)
-        packed = self._timed(tensor, seen)
-        self.make_way(step)
+        packed = self._pack(tensor, seen, step)
         if step.task == -1 and (step.mode is RECORDING or (step.countable and step.mode is FULL)):
             if seen is ODD:
                 tensor, seen = self._within(tensor)
@@ -210,7 +209,7 @@ class Packing:
         number = 0
         if step.course is not None:
             number = sequence_nr()
-            next(step.seen)
+            next(step.saved)
         if step.due and step.due[0][0] < number:
             self.pass_on(step, number)
             if step.over:  # waiting for room lets go of the lock: another thread has ended it
@@ -227,11 +226,7 @@ class Packing:
                 self.turn(step)
                 return None
             self._follows = kept_bytes == FOLLOWS
-            if held is not tensor:
-                return None
-            packed = self._timed(tensor, seen)
-            self._read_ahead.make_way()
-            return packed
+            return self._pack(tensor, seen, step) if held is tensor else None
         packed = as_it_is(tensor)
         if step.course is None:
             if kept_bytes:
@@ -245,14 +240,16 @@ class Packing:
             self.make_way(step)
         return packed
 
-    def _timed(self, tensor: Tensor, seen: Stays | Sighting) -> Packed:
+    def _pack(self, tensor: Tensor, seen: Stays | Sighting, step: Step) -> Packed:
         """Pack a tensor that may have a record, and count the work if plans are made from it."""
-        if not (self._times and tensor.is_cpu):
-            return self._full(tensor, seen, None)
-        cost, numbers = self._mover.cost, self.numbers
-        begun = cost.begin_work()
-        packed = self._full(tensor, seen, None)
-        cost.work(begun, self.numbers - numbers)
+        if self._times and tensor.is_cpu:
+            cost, numbers = self._mover.cost, self.numbers
+            begun = cost.begin_work()
+            packed = self._full(tensor, seen, None)
+            cost.work(begun, self.numbers - numbers)
+        else:
+            packed = self._full(tensor, seen, None)
+        self.make_way(step)
         return packed
 
     def _within(self, tensor: Tensor) -> tuple[Tensor, Stays | Sighting]:

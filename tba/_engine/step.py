@@ -84,7 +84,7 @@ class Step:
         kind: of step, that is followed or written down.
         course: what the step follows, or has followed until it turned.
         due: tensors that stay whose operators may still be running: autograd's sequence number, what was packed, bytes.
-        seen: next(seen) counts a tensor that is saved in a step that follows another.
+        saved: next(saved) counts a tensor that is saved in a step that follows another.
         looks: next(looks) tells, of a tensor that backward asks for and that has no record, whether it is one of the
             few at which the engine looks around. There are as many of them whatever the number of tensors.
         counted_bytes: of all memory that was saved while it was looked at.
@@ -103,7 +103,7 @@ class Step:
         self.kind: object = None
         self.course: Course | None = None
         self.due: deque[tuple[int, tuple[Any, ...], int]] = deque()
-        self.seen = count()
+        self.saved = count()
         self.looks = cycle((True,))
         self.counted_bytes = self.passed_bytes = 0
         self.countable = fitted_bytes is not None
@@ -136,7 +136,7 @@ class Step:
     def ask(self, task: int) -> None:
         """Note that a backward, graph task `task`, asks; -1: none is under way that asks for anything of this step."""
         if self.task == -1 and self.course is not None:
-            self.looks = cycle((True, *[False] * (next(self.seen) // _LOOKS - 1)))
+            self.looks = cycle((True, *[False] * (next(self.saved) // _LOOKS - 1)))
         self.task = task
 
     def rest(self) -> None:

@@ -43,7 +43,6 @@ class WriteBehind:
         self._going: list[int] = []  # members that are to go by plan, a few at a time
         self._going_bytes = 0
         self._planned_bytes = 0  # saved so far in this step, of what goes by plan
-        self._burst_bytes: int | None = None  # of that, to send at once; None until something goes by it
 
     def add(self, record: Record) -> None:
         """Hold a record whose operator has finished, and send the oldest if that is too much."""
@@ -93,17 +92,11 @@ class WriteBehind:
 
     def _is_worth_waking(self) -> bool:
         """Whether what is to go by plan is enough for one waking of a worker, or the last of it."""
-        expected = self.ledger.expected
-        if self._planned_bytes >= expected.sent_bytes:
+        plan_bytes, link_bytes_per_s = self.ledger.expected.sent_bytes, self.ledger.expected.link_bytes_per_s
+        if self._planned_bytes >= plan_bytes:
             return True
-        if self._burst_bytes is None:
-            self._burst_bytes = policy.planned_burst_bytes(
-                self.ledger.limit_bytes,
-                expected.sent_bytes,
-                self._mover.limits.staging_bytes,
-                expected.link_bytes_per_s,
-            )
-        return self._going_bytes >= self._burst_bytes
+        limit_bytes, staging_bytes = self.ledger.limit_bytes, self._mover.limits.staging_bytes
+        return self._going_bytes >= policy.planned_burst_bytes(limit_bytes, plan_bytes, staging_bytes, link_bytes_per_s)
 
     def send_all(self) -> None:
         """Send what is held, unless it stays because memory has room for it."""
@@ -112,7 +105,7 @@ class WriteBehind:
 
     def end_step(self) -> None:
         """Forget what goes by the plan of the step that has ended."""
-        self._going, self._going_bytes, self._planned_bytes, self._burst_bytes = [], 0, 0, None
+        self._going, self._going_bytes, self._planned_bytes = [], 0, 0
 
     def bury(self, number: int) -> None:
         """Forget a member that has died."""

@@ -135,8 +135,7 @@ class Cost:
 
     def work(self, begun: float, records: int) -> None:
         """Count a hook's work, which made so many records."""
-        seconds = time.thread_time() - self._outside_s - begun
-        self.hooks_s += clock.current.worked_s(max(0.0, seconds))
+        self.hooks_s += clock.current.worked_s(max(0.0, self.begin_work() - begun))
         self.records += records
 
     def leave_out(self, seconds: float) -> None:

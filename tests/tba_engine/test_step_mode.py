@@ -189,7 +189,7 @@ def test_a_step_that_follows_looks_around_at_few_of_what_backward_asks(saved: in
     step = Step(0, 0, SIZES, None)
     step.follow("kind", [Entry(256, False, 256, 0, 0)])  # weights have no entry, and are asked for too
     for _ in range(saved):
-        next(step.seen)
+        next(step.saved)
     step.ask(1)
     looks = [next(step.looks) for _ in range(saved)]
     assert looks[0]
